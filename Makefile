@@ -13,12 +13,13 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE TH
            -o -name '*.typed' -o -name '*.cu' \))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-PIP := $(BIN)/python -m pip install --quiet --no-input
+# What is imported is compiled then; most modules of what is installed are not.
+PIP := $(BIN)/python -m pip install --quiet --no-input --no-compile
 RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: newcomer help demo check test soak test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: newcomer help demo check test soak loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +39,7 @@ test: test-rust test-python ## run every test but long sweeps: cargo's, then pyt
 SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
 SOAK_PROGRAMS ?= 10000
-soak: test-rust $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
+soak: test-rust loom $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
 	MEMASCEND_SEEDS=10000 cargo test --profile checked --workspace --quiet --test simulated
 	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
@@ -50,9 +51,11 @@ RUST_TESTS := --workspace --exclude memascend-py --exclude memascend-bench
 run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked $(RUST_TESTS) --status-level fail --final-status-level none \
 	--hide-progress-bar,cargo test --profile checked $(RUST_TESTS) --quiet) $(1)
 
-test-rust: ## run the tests of the Rust crates, and loom's models of the pool
+test-rust: ## run the tests of the Rust crates
 	$(call run-cargo)
 	$(if $(NEXTEST),cargo test --profile checked $(RUST_TESTS) --quiet --doc)
+
+loom: ## try the orders of threads that the pool allows, on loom's models
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
 
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
@@ -159,12 +162,13 @@ drive: ## install dist/release's wheel as nobody, without compiler or writable H
 qemu: ## run dist/release's wheel for arm64 under qemu: digests of its kernels, then pytest (ARGS: pytest's; ARM64: its root)
 	sh tests/arm64.sh $(or $(ARM64),build/arm64) $(ARGS)
 
-lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, imports between folders, types and stubs
+lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, prose, imports between folders, types and stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
 	$(RUFF) format --check .
 	$(BIN)/python tests/crate_licenses.py
+	$(BIN)/python tests/prose_lint.py
 	PYTHONPATH=python $(BIN)/lint-imports
 	$(BIN)/mypy
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest --mypy-config-file stubtest.ini memascend._memascend

@@ -1,4 +1,4 @@
-"""What the benchmarks share: memory readings, the machine's description, fio, Markdown.
+"""Parts that the benchmarks share: memory readings, the machine's description, fio, Markdown.
 
 Standard library only: the interpreter with DeepSpeed imports it too.
 """
@@ -38,7 +38,7 @@ def rss() -> dict[str, int]:
 
 
 def block_io() -> tuple[int, int]:
-    """Bytes this process made the block layer read and write (every thread; page-cache hits do not count)."""
+    """Return the bytes this process made the block layer read and write (every thread; no page-cache hits)."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
@@ -51,7 +51,7 @@ def mem_available() -> int:
 
 
 def _mount(path: Path) -> tuple[str, str]:
-    """(device name, filesystem type) that holds `path`."""
+    """Return the (device name, filesystem type) that holds `path`."""
     best = ("?", "?", "")
     for line in Path("/proc/mounts").read_text().splitlines():
         device, point, kind = line.split()[:3]
@@ -85,7 +85,7 @@ def machine(workdir: Path) -> dict:
 
 
 def instruction_sets() -> dict[str, str]:
-    """What memascend's kernels and PyTorch's use: MEMASCEND_ISA and ATEN_CPU_CAPABILITY choose less than there is."""
+    """Return the instruction sets in use: MEMASCEND_ISA and ATEN_CPU_CAPABILITY can choose lesser ones."""
     import torch
 
     from memascend._memascend import instruction_set
@@ -94,7 +94,7 @@ def instruction_sets() -> dict[str, str]:
 
 
 def size(text: str) -> int:
-    """Bytes, as memascend's options take them."""
+    """Return the bytes, as memascend's options take them."""
     from memascend import parse_size
 
     return parse_size(text)
@@ -144,7 +144,7 @@ def fio(workdir: Path, size: str = "2G", seconds: int = 10) -> dict[str, float] 
 
 @contextmanager
 def slowed(path: Path, limit: int | None) -> Iterator[Path | None]:
-    """A cgroup (v1, blkio) in which the disk under `path` moves no more than `limit` bytes/s in either direction."""
+    """Yield a cgroup (v1, blkio) that limits the disk under `path` to `limit` bytes/s in either direction."""
     if limit is None:
         yield None
         return
@@ -173,7 +173,7 @@ class ChildFailed(Exception):
 
 
 def start(command: list[str], job: dict, name: str, workdir: Path, limit_s: float, environment: dict[str, str]) -> dict:
-    """Run `command` with a job (JSON) to its end and return what it wrote to job["result"]; its output goes to a log.
+    """Run `command` with a job (JSON) and return the contents of job["result"]; its output goes to a log.
 
     Both files are in `workdir` under `name`. A result that a failed child has left stays there.
     """
@@ -199,7 +199,7 @@ def start(command: list[str], job: dict, name: str, workdir: Path, limit_s: floa
 
 
 def fork(modules: list[str], job: dict, name: str, workdir: Path, limit_s: float, environment: dict[str, str]) -> dict:
-    """As `start`, by `run(job)` of the first of some modules, in a process that finds all of them imported.
+    """Fork a process that has imported some modules, and start `run(job)` of the first one there.
 
     It is forked from one that has imported them and has done nothing else, least of all anything with CUDA.
     """

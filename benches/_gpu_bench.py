@@ -1,4 +1,4 @@
-"""What a run of gpu.py works with: the machine, the file of results, processes of their own, models and rates."""
+"""The environment of a run of gpu.py: the machine, the file of results, child processes, models and rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from device.floor import Rates, rates_of
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = ("exact", "copy", "plan", "step", "activations", "peers", "trace")
-#: What toys and smoke runs leave out, unless it is asked for.
+#: Parts that toys and smoke runs leave out, unless asked for.
 BY_DEFAULT = SECTIONS[:-1]
 POSITIONS = 4096
 #: name: ((hidden, intermediate, layers, heads, key/value heads), words, positions)
@@ -42,20 +42,20 @@ STORE_BYTES, STATE_BYTES = 6, {"float32": 8, "bfloat16": 4, "8bit": 2}
 PEERS = ("zero-infinity", "zero-infinity-memascend", "zero-offload", "zero-offload-memascend")
 #: DeepSpeed's: weight, fp32 master, gradient and moments, where they are kept.
 PEER_BYTES = 18
-#: What a process of a measurement runs, and what takes long to import.
+#: The module that a measuring process runs, and modules that take long to import.
 IMPORTS = ["_gpu_child", "transformers.models.llama.modeling_llama", "memascend"]
-#: What a context and the first kernels take at least.
+#: The least memory of a context and the first kernels.
 START_SECONDS = 5
-#: Bytes per second at which models are written and loaded at best: what has no time even for that is not begun.
+#: Bytes per second at which models are written and loaded at best: a run without time for that is not begun.
 SETUP_RATE = 1.5e9
 
 
 class Stopped(Exception):
-    """The user ended the run; what was measured is kept."""
+    """The user ended the run; its measurements are kept."""
 
 
 class Base:
-    """The processes of one run, and the file that holds what they measured."""
+    """The processes of one run, and the file with their measurements."""
 
     def __init__(self, args: argparse.Namespace, workdir: Path) -> None:
         self.args, self.workdir = args, workdir
@@ -159,12 +159,12 @@ class Base:
     # ---- processes --------------------------------------------------------------------------------------
 
     def left(self) -> float:
-        """Seconds of the time budget."""
+        """Return the seconds of the time budget."""
         minutes = self.args.minutes
         return 1e9 if minutes is None else 60 * minutes - (time.monotonic() - self.began)
 
     def child(self, name: str, job: dict, python: str = sys.executable, need_s: float = 0) -> dict:
-        """Run a job in a process of its own. What it had when it failed or was stopped is kept, with `cut_short`."""
+        """Run a job in its own process. Partial results of a failed or stopped one are kept, with `cut_short`."""
         left = self.left()
         if left < START_SECONDS + need_s:
             raise ChildFailed(f"no time left: it takes more than {START_SECONDS + need_s:.0f} s, {left:.0f} s are left")
@@ -188,7 +188,7 @@ class Base:
                 shutil.rmtree(f"{place}/gpu-store", ignore_errors=True)
 
     def model(self, name: str) -> str:
-        """The directory of a model, written where it is not there yet."""
+        """Return the directory of a model, written where it is not there yet."""
         path = self.workdir / "models" / name
         if not path.is_dir():
             shape, words, positions = SHAPES[name]
@@ -205,7 +205,7 @@ class Base:
         return str(path)
 
     def train(self, section: str, row: str, model: str, tokens: int, **options) -> dict:
-        """Train, and return what came of it; raises ChildFailed where nothing did."""
+        """Train, and return the results; raises ChildFailed where there are none."""
         shape, words, positions = SHAPES[model]
         batch, accumulate = self.batches(tokens)
         job = {
@@ -243,7 +243,7 @@ class Base:
         return found
 
     def batches(self, tokens: int) -> tuple[int, int]:
-        """Sequences at a time, and how often in a step."""
+        """Return the sequences at a time, and how often in a step."""
         sequences = max(1, tokens // self.args.sequence)
         return (1, sequences) if self.args.accumulate else (sequences, 1)
 
@@ -308,7 +308,7 @@ class Base:
         return self._compute[key]
 
     def hardware_rates(self) -> Rates:
-        """What the probe of the same call measured, if there is one, or what this run measures by itself."""
+        """Return the rates that the probe of the same call measured, if any, or that this run measures itself."""
         if self.probed:
             return rates_of(json.loads(self.args.rates.read_text()))
         return rates_here(self.rates("copies", "dram_bytes_per_s", "ssd"))

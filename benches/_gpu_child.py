@@ -1,7 +1,7 @@
 """One measurement of gpu.py in a process of its own: `_gpu_child.py JOB`, a JSON object that names its task.
 
 The interpreter with DeepSpeed runs it too, so memascend is imported where it is used. On the CPU (the smoke run) the
-same code runs, and what only CUDA can tell is None.
+same code runs, and figures that only CUDA gives are None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = ("forward", "backward", "clip", "update")
 
 
 class Step:
-    """One optimizer step in its phases; what the counters say of each."""
+    """One optimizer step in its phases, with the counters of each."""
 
     def __init__(self, run, job: dict, number: int, where: Where) -> None:
         generator = torch.Generator().manual_seed(SEED + number)
@@ -117,7 +117,7 @@ Interval = tuple[float, float]
 
 
 def busy(profiler) -> dict:
-    """Seconds in which the device ran any kernel, seconds of copies each way, and the share of these beside kernels.
+    """Return the seconds of kernels on the device, of copies each way, and the share of copies beside kernels.
 
     As the profiler saw them; `overlapped_share` is None where nothing was copied.
     """
@@ -148,7 +148,7 @@ def busy(profiler) -> dict:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The times that any of the intervals covers, in order and apart."""
+    """Return the times that any of the intervals covers, in order and apart."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -163,7 +163,7 @@ def length(intervals: list[Interval]) -> float:
 
 
 def train(job: dict, keep) -> dict:
-    """A warm-up, measured steps, and one that is inspected; the result is kept after each."""
+    """Return a warm-up, measured steps, and one that is inspected; the result is kept after each."""
     where = Where(job["device"])
     with ExitStack() as stack:
         if job["deterministic"]:
@@ -178,7 +178,7 @@ def train(job: dict, keep) -> dict:
         # Contexts, handles and the first kernels of libraries.
         settle_s = time.perf_counter() - began
         if job["system"] in ("memascend", "resident"):
-            import memascend  # noqa: F401 (what importing takes is not the run's)
+            import memascend  # noqa: F401 (the time of importing is not the run's)
         return _train(job, where, keep, settle_s)
 
 
@@ -228,7 +228,7 @@ def _train(job: dict, where: Where, keep, settle_s: float) -> dict:
 
 
 def _watch():
-    """A reading of what memascend holds in host memory, as plan_accuracy.py takes it."""
+    """Return a reading of memascend's host memory, as plan_accuracy.py takes it."""
     from plan_accuracy import Watch
 
     watch = Watch()
@@ -238,7 +238,7 @@ def _watch():
 
 
 def pinned_in_rss() -> float:
-    """Which share of memory pinned by CUDA counts as this process's anonymous memory: drivers differ."""
+    """Return which share of memory pinned by CUDA counts as this process's anonymous memory: drivers differ."""
     import memascend
 
     nbytes = 256 << 20
@@ -260,7 +260,7 @@ def write(job: dict, keep) -> dict:
 
 
 def describe(job: dict, keep) -> dict:
-    """The device, as PyTorch and the driver name it."""
+    """Return the device, as PyTorch and the driver name it."""
     if job["device"] == "cpu" or not torch.cuda.is_available():
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(torch.device(job["device"]))

@@ -1,4 +1,4 @@
-"""What a machine's parts do: copies of ours beside plain ones, host memory, drives, and passes of a resident model."""
+"""Rates of a machine's parts: copies of ours beside plain ones, host memory, drives, and passes of a resident model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from _gpu_where import Where
 from _llama import llama_config
 
-#: What a copy is measured in: units of a model are about so large.
+#: Size of a measured copy: units of a model are about so large.
 PIECES = 8
 
 
 def compute(job: dict, keep) -> dict:
-    """Seconds that a pass takes with everything on the device: of a layer with recomputation, and of the rest.
+    """Return the seconds of a pass with everything on the device: of a layer with recomputation, and of the rest.
 
-    From models of one layer and of three: their difference is two layers, and what is left of the first is embedding,
+    From models of one layer and of three: their difference is two layers, and the remainder of the first is embedding,
     head and loss.
     """
     from transformers import LlamaForCausalLM
@@ -46,7 +46,7 @@ def compute(job: dict, keep) -> dict:
 
 
 def rates(job: dict, keep) -> dict:
-    """Bytes per second of copies to and from the device, of host memory and of the store's drives, by `parts`."""
+    """Return the bytes per second of copies each way, of host memory and of the store's drives, by `parts`."""
     parts = {
         "copies": lambda: copies(job, Where(job["device"])),
         "dram_bytes_per_s": lambda: dram(job["bytes"], job["repeats"]),
@@ -61,13 +61,13 @@ def rates(job: dict, keep) -> dict:
 
 
 def dram(nbytes: int, repeats: int) -> float:
-    """As STREAM counts a copy: each byte is read and written."""
+    """Return the rate as STREAM counts a copy: each byte is read and written."""
     source, target = (torch.ones(nbytes // 4, dtype=torch.float32) for _ in range(2))
     return 2 * nbytes / Where("cpu").seconds(lambda: target.copy_(source), repeats)
 
 
 def ssd(job: dict) -> dict:
-    """What `memascend bench` measures, of all the store's places together."""
+    """Return the rate that `memascend bench` measures, of all the store's places together."""
     from memascend.machine.drives import measure
 
     told = [measure(place, size=job["ssd_bytes"], seconds=job["ssd_seconds"]) for place in job["store"]]
@@ -77,7 +77,7 @@ def ssd(job: dict) -> dict:
 
 
 def copies(job: dict, where: Where) -> dict:
-    """Ours beside a plain copy with PyTorch's pinned memory, by turns, each way: medians of bytes per second.
+    """Return the medians of bytes per second, ours beside a plain copy with PyTorch's pinned memory, each way.
 
     Where ours fails, `error` says why, and the plain copies are measured alone.
     """
@@ -118,26 +118,21 @@ def copies(job: dict, where: Where) -> dict:
 
 @contextmanager
 def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
-    """The two ways of a run: leases uploaded, gradients taken over. On the CPU, copies in host memory stand in."""
+    """Yield the two ways of a run: leases uploaded, gradients downloaded. On the CPU, host copies stand in."""
     if not where.cuda:
         host = torch.ones_like(device)
         yield {"h2d": lambda: device.copy_(host), "d2h": lambda: host.copy_(device), "measured_on_device": None}
         return
     from memascend._memascend import Runtime
     from memascend.machine.cuda import open_device
+    from memascend.plan.arena import Arena
     from memascend.plan.host import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
 
     nbytes, chunk_bytes = job["bytes"], 2 * CHUNK_ELEMENTS_MAX
     chunks = nbytes // chunk_bytes + STAGING_CHUNKS
     runtime = Runtime(
         [store / "link"],
-        [("weights", nbytes, 1)],
-        [],
-        chunk_bytes,
-        chunks,
-        CHUNK_ELEMENTS_MAX,
-        65_536,
-        1,
+        Arena([("weights", nbytes, 1)], [], chunk_bytes, chunks, CHUNK_ELEMENTS_MAX, 65_536, 1),
         device=where.device.index or 0,
     )
     opened = open_device("cuda")

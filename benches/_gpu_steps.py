@@ -1,4 +1,4 @@
-"""What gpu.py makes of measured steps: medians, floors, and what the inspected step tells."""
+"""Evaluation of measured steps by gpu.py: medians, floors, and details of the inspected step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def off_by(measured: int | None, planned: int | None) -> float | None:
 
 
 def all_losses(told: dict) -> list[str]:
-    """As hexadecimal floats: equal where their bits are."""
+    """Return the losses as hexadecimal floats: equal where their bits are."""
     return [loss for step in told["steps"] for loss in step["losses"]]
 
 
@@ -23,7 +23,7 @@ def medians(records: list[dict | None]) -> dict | None:
 
 
 def rates_here(found: dict) -> Rates:
-    """The rates that gpu.py measures by itself, where no probe was given: neither the update's nor the product's."""
+    """Return the rates that gpu.py measures itself without a probe: neither the update's nor the product's."""
     ssd, copies = found["ssd"], found["copies"]
     return Rates(
         ssd_read=ssd["read"],
@@ -36,7 +36,7 @@ def rates_here(found: dict) -> Rates:
 
 
 def moved_by(told: dict, model: tuple, tokens: int, sequence: int, **passes: bool) -> Moved:
-    """What a measured step moved by the run's own counters (medians), and the operations that its shape takes."""
+    """Return the traffic of a measured step by the run's own counters (medians), and its operations."""
     steps = [step for step in told["steps"] if step["kind"] == "measured"]
     counters = {key: statistics.median(step["moved"][key] for step in steps) for key in steps[0]["moved"]}
     shape, words, _ = model
@@ -51,7 +51,7 @@ def moved_by(told: dict, model: tuple, tokens: int, sequence: int, **passes: boo
 
 
 def step_figures(told: dict, tokens: int, parameters: int) -> dict:
-    """Times, waits and peaks of the measured steps."""
+    """Return the times, waits and peaks of the measured steps."""
     measured = [step for step in told["steps"] if step["kind"] == "measured"]
     seconds = statistics.median(step["seconds"] for step in measured)
     row = {
@@ -79,7 +79,7 @@ def step_figures(told: dict, tokens: int, parameters: int) -> dict:
 
 
 def beside_floors(row: dict, moved: Moved, rates: Rates, pass_seconds: float | None) -> dict:
-    """The step beside what the hardware takes at least, and beside that and a pass of the model resident on the device.
+    """Compare the step with the least time of the hardware, and with that and a pass of the resident model.
 
     `hardware` is `device.floor.report`. `floor_s`, `of_floor` and `bound_by` take the measured pass for the operations,
     as no program reaches the product's rate in all of a model; they are None where a part has no rate but the update
@@ -101,7 +101,7 @@ def beside_floors(row: dict, moved: Moved, rates: Rates, pass_seconds: float | N
 
 
 def inspection(step: dict) -> dict:
-    """What the inspected step tells: synchronising calls, how long kernels ran, how fast copies were."""
+    """Return the inspected step's synchronising calls, seconds of kernels and rates of copies."""
     found = {"synchronising": step["synchronising"], "inspected_step_s": step["seconds"], "profile": step["profile"]}
     if step["profile"]:
         profile = step["profile"]

@@ -1,4 +1,4 @@
-"""What gpu.py trains: an offloaded model, the same one resident on the device, DeepSpeed.
+"""Systems that gpu.py trains: an offloaded model, the same one resident on the device, DeepSpeed.
 
 The interpreter with DeepSpeed imports this too, so memascend is imported where it is used.
 """
@@ -19,7 +19,7 @@ LEARNING_RATE, MAX_NORM = 1e-4, 1.0
 
 
 def clips(job: dict) -> bool:
-    """Whether steps are clipped by their norm, which an update within the backward pass cannot know yet."""
+    """Return whether steps are clipped by their norm, which an update within the backward pass cannot know yet."""
     return job["update"] == "forward"
 
 
@@ -59,14 +59,14 @@ class MemascendRun:
         self.timeline = getattr(self.state, "timeline", None)
 
     def counters(self) -> dict:
-        """What has moved so far, and how often this thread has waited for the device."""
+        """Return the bytes moved so far, and how often this thread has waited for the device."""
         stats = self.state.runtime.stats()
         found = {name: stats[name] for name in ("ssd_bytes_read", "ssd_bytes_written")}
         link = self.state.runtime.device.stats() if self.state.device is not None else {}
         return found | {name: link.get(name, 0) for name in ("h2d_bytes", "d2h_bytes", "waits_python")}
 
     def update_bytes(self) -> int:
-        """Bytes of host memory that one update of every parameter reads and writes."""
+        """Return the bytes of host memory that one update of every parameter reads and writes."""
         planes = {
             place.name: sum(plane.bytes(place.numel) for plane in place.rule.planes)
             for place in self.state.places
@@ -107,7 +107,7 @@ class MemascendRun:
 
 
 def least_host_memory(model_dir: str, options: dict) -> int:
-    """The smallest budget that works, which the refusal of a smaller one names before anything is written."""
+    """Return the smallest budget that works, which the refusal of a smaller one names before anything is written."""
     import memascend
 
     try:
@@ -118,7 +118,7 @@ def least_host_memory(model_dir: str, options: dict) -> int:
 
 
 def with_adapters(model, rank: int):
-    """The model with LoRA's adapters of all products of a layer."""
+    """Return the model with LoRA's adapters of all products of a layer."""
     import peft
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

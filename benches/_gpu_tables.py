@@ -1,4 +1,4 @@
-"""Verdicts and tables of what gpu.py measures."""
+"""Verdicts and tables of the measurements of gpu.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def measured(rows: dict, section: str) -> list[dict]:
 
 
 def checks(rows: dict) -> list[tuple[bool, str]]:
-    """The limits that --check applies, as far as there are numbers for them."""
+    """Return the limits that --check applies, as far as there are numbers for them."""
     found = []
     for row in measured(rows, "exact"):
         if "losses_equal" in row:
@@ -38,7 +38,7 @@ def checks(rows: dict) -> list[tuple[bool, str]]:
 
 
 def synchronisations(row: dict) -> list[tuple[bool, str]]:
-    """Those of a step but where its end waits for the loss and the norm, which every loop does."""
+    """Return the waits of a step, except at its end for the loss and the norm, which every loop reads."""
     found = []
     if row.get("synchronising"):
         calls = [call for phase in ("forward", "backward", "update") for call in row["synchronising"][phase]]
@@ -82,7 +82,7 @@ def yes(value: bool | None) -> str:
 
 
 def tables(rows: dict) -> str:
-    """A table for each section, and what could not be measured."""
+    """Return a table for each section, and the missing measurements."""
     makers = {
         "exact": (["run", "losses", "losses equal", "weights equal"], exact_cells),
         "copy": (["copy", "GB/s", "plain pinned GB/s", "ratio"], copy_cells),

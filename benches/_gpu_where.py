@@ -23,7 +23,7 @@ class Where:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, function, repeats: int) -> float:
-        """The median time of a call, after one that warms up; with nothing else going on."""
+        """Return the median time of a call, after one that warms up; with nothing else going on."""
         taken = []
         for _ in range(repeats + 1):
             self.synchronize()
@@ -34,7 +34,7 @@ class Where:
         return statistics.median(taken[1:])
 
     def settle(self) -> None:
-        """Take a step of a toy: contexts, handles and what libraries allocate once are not counted."""
+        """Take a step of a toy: contexts, handles and one-time allocations of libraries are not counted."""
         from transformers import LlamaForCausalLM
 
         config = llama_config((64, 128, 2, 4, 2), 256)
@@ -47,7 +47,7 @@ class Where:
             torch.cuda.empty_cache()
 
     def in_use(self) -> int | None:
-        """Bytes of the device in use by any process, by the driver."""
+        """Return the bytes of the device in use by any process, by the driver."""
         if not self.cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.device)
@@ -76,7 +76,7 @@ class HostMemory:
             self.least = min(self.least, mem_available())
 
     def stop(self) -> int:
-        """The most bytes that were taken from the system since this began."""
+        """Return the most bytes that were taken from the system since this began."""
         self._end.set()
         self._thread.join()
         return self.before - min(self.least, mem_available())

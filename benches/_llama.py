@@ -1,4 +1,4 @@
-"""Llamas of any shape, with random weights: what the benchmarks train."""
+"""Llamas of any shape, with random weights, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SEED = 1
 
 
 def llama_config(shape, vocabulary: int, positions: int = 2048):
-    """A configuration; `shape` is (hidden, intermediate, layers, heads, key/value heads)."""
+    """Return a configuration; `shape` is (hidden, intermediate, layers, heads, key/value heads)."""
     from transformers import LlamaConfig
 
     hidden, intermediate, layers, heads, kv_heads = shape
@@ -36,7 +36,7 @@ def parameter_count(shape, vocabulary: int) -> int:
 
 
 def write_model(config, out: Path, device: str = "cpu") -> None:
-    """A seeded random Llama as sharded safetensors; one shard (a layer or an end) is in memory at a time.
+    """Write a seeded random Llama as sharded safetensors; one shard (a layer or an end) is in memory at a time.
 
     A device draws faster, and other numbers than the CPU does.
     """

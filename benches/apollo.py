@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""APOLLO and APOLLO-Mini beside AdamW, streamed: SSD bytes and seconds of a step, and those of projections alone.
+"""APOLLO and APOLLO-Mini beside AdamW, streamed: SSD bytes and seconds of a step, and of projections alone.
 
     python benches/apollo.py --workdir DIR --json benches/results/apollo.json
     python benches/apollo.py --model 0.51b --ranks 64 256 --budget overlapping
@@ -30,7 +30,7 @@ OFF_PROPORTION = 0.15
 
 
 def projection_seconds(shape: tuple[int, int, int, int, int], rank: int) -> tuple[float, int]:
-    """Seconds of the projections of one layer's matrices (the fastest of three), and how many elements these have."""
+    """Return the seconds of projecting one layer's matrices (the fastest of three), and their elements."""
     import torch
 
     from memascend._memascend import Projection

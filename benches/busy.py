@@ -39,7 +39,7 @@ from peak_memory import RUNS, VOCABULARY, budgets
 SHAPES = {"tiny": (256, 704, 4, 4, 2), "171m": (1024, 2816, 9, 16, 8), "0.51b": (1536, 4096, 16, 24, 12)}
 SYSTEMS = ("memascend", "in-memory", "in-memory-exact", "zero-infinity")
 KINDS = ("loops", "tests")
-#: What is added to the niceness of neighbours.
+#: Added to the niceness of neighbours.
 PRIORITIES = {"equal": 0, "lower": 10}
 LOOP = [sys.executable, "-c", "while True: pass"]
 #: A real test run, again and again.
@@ -49,12 +49,12 @@ TESTS = [
     f"while :; do '{sys.executable}' -P -m pytest -c ../pyproject.toml --rootdir .. -q -p no:cacheprovider "
     "vocabulary optim/test_steps.py; done",
 ]
-#: For how long neighbours settle, and what a child's answers begin with.
+#: For how long neighbours settle, and the prefix of a child's answers.
 SETTLE_SECONDS, ANSWER = 1.0, "busy.py: "
 
 
 def environment(setting: str) -> dict[str, str]:
-    """The environment of a setting, whose parts are joined by "+".
+    """Return the environment of a setting, whose parts are joined by "+".
 
     `auto`, `spin` and `yield` are memascend's waits; `passive` and `spins-N` are OpenMP's own (N rounds before a thread
     sleeps); `bind` ties each thread to a processor; `torch-N` and `update-N` are numbers of threads.
@@ -126,7 +126,7 @@ class Child:
         self._log_path, self._limit_s = log, job["limit_s"]
 
     def answer(self) -> dict:
-        """The child's next answer; ChildFailed where it ends or takes longer than the limit."""
+        """Return the child's next answer; ChildFailed where it ends or takes longer than the limit."""
         stop = threading.Timer(self._limit_s, self.kill)
         stop.start()
         try:
@@ -197,7 +197,7 @@ def conditions(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 
 
 def measure(args: argparse.Namespace, workdir: Path, system: str, setting: str, budget: int) -> list[dict]:
-    """A row for each condition, of one process."""
+    """Return a row for each condition, of one process."""
     scratch = workdir / "scratch"
     scratch.mkdir()
     python = args.deepspeed_python if system == "zero-infinity" else sys.executable
@@ -219,7 +219,7 @@ def measure(args: argparse.Namespace, workdir: Path, system: str, setting: str, 
         for kind, count, priority in conditions(args):
             row = {"system": system, "setting": setting, "kind": kind, "neighbours": count, "priority": priority}
             with neighbours(kind, count, priority):
-                # The first step beside new neighbours counts: that is what a run meets.
+                # The first step beside new neighbours counts, as in a real run.
                 rows.append(row | began | {"load": os.getloadavg()[0]} | child.steps(args.steps))
             last = rows[-1]
             print(
@@ -237,7 +237,7 @@ def measure(args: argparse.Namespace, workdir: Path, system: str, setting: str, 
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Medians and worst steps over all rounds, beside the quiet median of the same system and setting."""
+    """Return the medians and worst steps over all rounds, beside the quiet median of the same system and setting."""
     told: dict[tuple, list[float]] = {}
     for row in rows:
         if "seconds" in row:

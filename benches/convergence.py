@@ -6,13 +6,13 @@
     python benches/convergence.py --width 512 --layers 2 --beside 3e-4
     python benches/convergence.py --sequences 64    # batches nearer to the paper's, of 512 sequences of 256 tokens
 
-The model reads bytes; the text is this repository's documentation and Python sources, of which every tenth kilobyte is
-kept for the comparison. All in float32 and in memory, where the optimizers have the bits that they have on SSD. Every
-run begins with the same weights and sees the same sequences, by a cosine schedule with a tenth of warm-up. AdamW clips
-gradients to a norm of 1; under APOLLO the limit on the growth of a step's norm stands in for that. AdamW's learning
-rate is the best of those that are tried; those of APOLLO are the paper's (0.01; a rank of a quarter of the width).
-APOLLO-Mini's scale makes up for what a projection to one number loses, which grows with the width: the paper's 128 is a
-quarter of its smallest model's width of 512; a quarter and an eighth of this width stand beside it.
+The model reads bytes; the text is this repository's documentation and Python sources; every tenth kilobyte is held out.
+All in float32 and in memory, where the optimizers have the bits that they have on SSD. Every run begins with the same
+weights and sees the same sequences, by a cosine schedule with a tenth of warm-up. AdamW clips gradients to a norm of 1;
+under APOLLO the limit on the growth of a step's norm stands in for that. AdamW's learning rate is the best of several;
+APOLLO's options are the paper's (0.01; a rank of a quarter of the width). APOLLO-Mini's scale makes up for the loss of
+a projection to one number, which grows with the width: the paper's 128 is a quarter of its smallest model's width of
+512; a quarter and an eighth of this width stand beside it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def contestants(width: int) -> dict[str, Contestant]:
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes to learn from, and those to be tested on."""
+    """Return the bytes to learn from, and those to be tested on."""
     files = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "python").rglob("*.py"))]
     every = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     pieces = every[: len(every) // 1024 * 1024].view(-1, 1024)
@@ -76,7 +76,7 @@ def train(
 ) -> dict[str, Any]:
     """Train anew; returns the losses of steps, in means of tens, and the loss on unseen text.
 
-    `beside` is the learning rate of what takes AdamW beside APOLLO, if it is another one.
+    `beside` is the learning rate of parameters that take AdamW beside APOLLO, if it differs.
     """
     from transformers import LlamaForCausalLM
 

@@ -7,7 +7,7 @@
 Each in a process of its own, with the same byte tokenizer: `memascend.command.data` indexes, tokenises and cuts into
 sequences; `datasets` converts the file to Arrow, tokenises with `map` and packs with TRL's `pack_dataset`, as
 `trl.SFTTrainer` does. Both then read 256 sequences. Peak is VmHWM above the baseline, after all imports. It counts the
-pages of mapped files, so RssAnon is beside it: what cannot be dropped. Disk is what lies in the scratch directory.
+pages of mapped files, so RssAnon is beside it, which cannot be dropped. Disk is the size of the scratch directory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What durable steps and checksums cost: step times with and without, in one process, by turns.
+"""Cost of durable steps and checksums: step times with and without, in one process, by turns.
 
     python benches/durability.py                                   # a Llama of 0.30B parameters, 128 tokens
     python benches/durability.py --rounds 9 --json benches/results/durability.json --check
 
 Every variant has a store of its own on the same drive. A round takes a few steps of each, in an order that turns from
-round to round; a step lasts from step boundary to step boundary, deferred updates and commit included. What counts is
+round to round; a step lasts from step boundary to step boundary, deferred updates and commit included. The result is
 the median over the rounds of the ratio to the plain variant of the same round.
 """
 
@@ -52,7 +52,7 @@ class Variant:
         self.losses: list[float] = []
 
     def step(self) -> float:
-        """One step; how many seconds it took."""
+        """Return one step; how many seconds it took."""
         begun = time.perf_counter()
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, workdir: Path) -> dict:
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             seconds[name].append(statistics.mean(variants[name].step() for _ in range(STEPS)))
-            time.sleep(1)  # what the last step has prefetched is not to be carried out in another one's time
+            time.sleep(1)  # prefetches of the last step must not run in another one's time
         print(f"round {number + 1}: " + ", ".join(f"{name} {seconds[name][-1]:.2f} s" for name in names), flush=True)
     rows = {}
     for name, variant in variants.items():

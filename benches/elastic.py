@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""A budget that changes while a model trains: what memory follows, and whether any bit does.
+"""A budget that changes while a model trains: whether memory follows, and whether any bit changes.
 
     python benches/elastic.py                                      # root, cgroup v1's memory controller; minutes
     python benches/elastic.py --check --json benches/results/elastic.json
     python benches/elastic.py --only random                        # needs neither
 
-**cgroup**: a Llama of 98M parameters in float32 with host_memory="auto" in a memory cgroup, whose limit is what the
-run takes with everything in memory. The limit drops by half while it trains, and comes back. The kernel refuses a hard
-limit (EBUSY) below what is locked, so the soft limit is lowered first, and the hard one as soon as the kernel takes it.
-RSS, budget and loss are those at the end of each step; another run with a fixed budget and no cgroup gives the losses,
-and the hash of weights and states, to compare.
+**cgroup**: a Llama of 98M parameters in float32 with host_memory="auto" in a memory cgroup, whose limit is the need of
+the run with everything in memory. The limit drops by half while it trains, and comes back. The kernel refuses a hard
+limit (EBUSY) below the locked memory, so the soft limit is lowered first, and the hard one as soon as the kernel takes
+it. RSS, budget and loss are taken at the end of each step; another run with a fixed budget and no cgroup gives the
+losses, and the hash of weights and states, to compare.
 
 **random**: a small Llama whose budget is changed at random 100 times by memascend.set_host_memory, between the passes
 of accumulated batches and around steps, beside one with a fixed budget.
@@ -42,7 +42,7 @@ MIB = 1 << 20
 GROUPS = Path("/sys/fs/cgroup/memory")
 #: Steps of each phase: whole, half, whole again.
 STEPS = (6, 8, 12)
-#: Beside what the run takes: the reserve of a sixteenth, and what Python and PyTorch gain.
+#: Beside the run's own memory: the reserve of a sixteenth, and growth of Python and PyTorch.
 SLACK_SHARE, SLACK = 1 / 12, 96 * MIB
 CHANGES = 100
 WAIT_S = 120
@@ -69,7 +69,7 @@ class Training:
         self.losses: list[float] = []
 
     def backward(self) -> None:
-        """A forward and a backward pass over a batch of its own."""
+        """Run a forward and a backward pass over a batch of its own."""
         import torch
 
         generator = torch.Generator().manual_seed(len(self.losses))
@@ -88,7 +88,7 @@ class Training:
         return memascend.stats(self.model)
 
     def digest(self) -> str:
-        """A hash of weights and states."""
+        """Return a hash of weights and states."""
         import torch
 
         import memascend
@@ -164,7 +164,7 @@ class Run:
             pipe.close()
 
     def next(self) -> dict:
-        """What it tells next."""
+        """Return its next message."""
         if not select.select([self._process.stdout], [], [], WAIT_S)[0]:
             raise SystemExit(f"no step in {WAIT_S} s")
         line = self._process.stdout.readline()
@@ -243,7 +243,7 @@ def group() -> Iterator[Group]:
 
 
 def in_a_group(workdir: Path, durability: str) -> tuple[dict, list[str]]:
-    """A limit that drops by half while a model trains, and comes back."""
+    """Return a limit that drops by half while a model trains, and comes back."""
     with group() as made:
         job = {"group": made.path, "store": workdir / "auto", "durability": durability, "steps": None}
         with Run(**job, host_memory="auto") as auto:
@@ -313,7 +313,7 @@ def in_a_group(workdir: Path, durability: str) -> tuple[dict, list[str]]:
 
 
 def at_random(workdir: Path, durability: str) -> tuple[dict, list[str]]:
-    """100 changes of the budget at random moments between passes."""
+    """Make 100 changes of the budget at random moments between passes."""
     import memascend
     from memascend.layout.units import partition
     from memascend.plan.host import smallest_plan
@@ -359,7 +359,7 @@ def at_random(workdir: Path, durability: str) -> tuple[dict, list[str]]:
 
 
 def table(result: dict) -> str:
-    """RSS and budget by step."""
+    """Return a table of RSS and budget by step."""
     limits = result["limits"]
     rows = [
         [

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The CUDA path on a machine with a GPU: whether it is exact, what it takes, and how near it comes to the hardware.
+"""The CUDA path on a machine with a GPU: whether it is exact, its memory, and how near it comes to the hardware.
 
     python benches/gpu.py --store /nvme/scratch                       # everything, into benches/results/gpu-<GPU>.json
     python benches/gpu.py --store /nvme/scratch --only exact,copy --minutes 9 --out gpu.json
@@ -7,10 +7,10 @@
     python benches/gpu.py --smoke                                     # every section on the CPU, with a toy
 
 Sections: `exact` (losses and weights, resident beside offloaded), `copy` (rates beside plain pinned copies), `plan`
-(peaks beside the plans), `step` (time beside the floor of what was measured here), `activations` (peak and time by
+(peaks beside the plans), `step` (time beside the floor by rates measured here), `activations` (peak and time by
 policy), `peers` (DeepSpeed). Each measurement is a process of its own; one that fails is told and does not end the
-rest. Results are written after each, and added to those that the file has already, so that a run may be made in parts.
-benches/README.md says what the numbers mean.
+rest. Results are written after each, and added to earlier ones in the file, so that a run may be made in parts.
+benches/README.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bench(Base):
 
         if self.rows("exact", "resident", resident) is None:
             return
-        # So little that of 8 layers the device keeps 4 and the host 3, and that most gradients go to the store.
+        # So little that the device keeps 4 of 8 layers, the host 3, and that most gradients go to the store.
         options["host_memory"] = "16MiB" if self.small else "128MiB"
         options["device_memory"] = None if self.args.smoke else ("256MiB" if self.args.toy else "352MiB")
         for policy in self.policies:
@@ -124,7 +124,7 @@ class Bench(Base):
                     self.rows("step", name, one)
 
     def variant(self) -> str:
-        """What tells a step's row from that of the usual settings: rows of one name replace each other."""
+        """Return the name of a step's settings, if unusual: rows of one name replace each other."""
         args = self.args
         parts = [f"{args.states} states"] if args.states != "float32" else []
         parts += [f"inputs by {args.activations}"] if args.activations != "recompute" else []
@@ -134,7 +134,7 @@ class Bench(Base):
         return "".join(f", {part}" for part in parts)
 
     def resident(self, model: str, tokens: int) -> float | None:
-        """Seconds of a step of the model resident on the device, with PyTorch's fused AdamW over fp32 masters."""
+        """Return the seconds of a step of the resident model, with PyTorch's fused AdamW over fp32 masters."""
         name = f"{model}, {tokens} tokens{self.variant()}, resident"
 
         def measure() -> dict:
@@ -169,10 +169,10 @@ class Bench(Base):
         return row | {"resident_s": resident, "of_resident": None if resident is None else row["step_s"] / resident}
 
     def trace(self) -> None:
-        """A trace of one step of the smallest model whose layers fill a device; how far copies run beside kernels."""
+        """Trace one step of the smallest model whose layers fill a device: how far copies run beside kernels."""
         model, tokens = ("tiny", 256) if self.args.toy or self.args.smoke else ("0.4B", 16384)
         out = self.args.trace or self.workdir / "trace.json.gz"
-        # Everything in host memory: what is seen is how the processor, the copies and the device wait for each other.
+        # Everything in host memory: the trace shows how the processor, the copies and the device wait for each other.
         budgets = {"device_memory": None if self.args.smoke else "6GiB", "host_memory": "16GiB"}
         if self.args.toy:
             budgets = {"device_memory": "256MiB", "host_memory": "256MiB"}
@@ -270,7 +270,7 @@ def names(allowed):
 
 
 def budgets(text: str) -> list[tuple[str, str]]:
-    """Pairs of device and host memory."""
+    """Return the pairs of device and host memory."""
     pairs = [tuple(pair.split("/")) for pair in text.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of DEVICE/HOST, as 6GiB/12GiB,24GiB/least")

@@ -6,7 +6,7 @@
     python benches/io.py volumes                                # needs root, loop devices and cgroup v1's blkio
     python benches/io.py all --check --output benches/results/io.json
 
-What stands beside one another is measured by turns, the order rotated with every round. A ratio is the median of the
+Compared figures are measured by turns, the order rotated with every round. A ratio is the median of the
 rounds' ratios, so that a drift of the drive hits both sides.
 """
 
@@ -48,7 +48,7 @@ class Missing(Exception):
 
 @contextlib.contextmanager
 def cpu_time(who: int = resource.RUSAGE_SELF) -> Iterator[list[float]]:
-    """Fills a list with the user and system seconds of this process (every thread) or of its ended children."""
+    """Fill a list with the user and system seconds of this process (every thread) or of its ended children."""
     taken: list[float] = []
     before = resource.getrusage(who)
     yield taken
@@ -57,7 +57,7 @@ def cpu_time(who: int = resource.RUSAGE_SELF) -> Iterator[list[float]]:
 
 
 def alternate(names: Sequence[str], rounds: int, run: Callable[[str], dict]) -> dict[str, list[dict]]:
-    """Runs each name once per round. Every round begins with another one."""
+    """Run each name once per round. Every round begins with another one."""
     results: dict[str, list[dict]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
@@ -119,7 +119,7 @@ class Fio:
             "--ioengine=io_uring",
             "--direct=1",
             "--output-format=json",
-            # What costs fio processor time and the engines do not do.
+            # Work that costs fio processor time and the engines do not do.
             "--scramble_buffers=0",
             "--norandommap=1",
         ]
@@ -163,7 +163,7 @@ class Fio:
 
 
 def rust_bench() -> Path:
-    """Builds the engines' own bench and returns the program."""
+    """Build the engines' own bench and return the program."""
     if shutil.which("cargo") is None:
         raise Missing("cargo is not installed, and --rust-bench names no program")
     command = ["cargo", "bench", "-p", "memascend-nvme", "--bench", "io", "--no-run", "--message-format=json"]
@@ -211,7 +211,7 @@ def through_leases(volume, workload: Workload, size: int, seconds: float) -> dic
         at[operation] += count
         return [place % places * nbytes for place in range(first, first + count)]
 
-    # A batch of the mix has a lease for what it reads and one for what it writes.
+    # A batch of the mix has a lease for its reads and one for its writes.
     leases = [{name: volume.lease(batch * nbytes) for name in at} for _ in range(2)]
     assert all(lease is not None for pair in leases for lease in pair.values())
     flights: list[list] = [[], []]
@@ -257,14 +257,14 @@ def run_measure(volume, workload: Workload, size: int, seconds: float) -> dict:
 
 
 def scramble(view) -> None:
-    """Fills memory with noise: a drive may be faster with zeros, and fio writes noise."""
+    """Fill memory with noise: a drive may be faster with zeros, and fio writes noise."""
     noise = os.urandom(MIB)
     for start in range(0, len(view), MIB):
         view[start : start + MIB] = noise[: len(view) - start]
 
 
 def scramble_all(volume, nbytes: int) -> None:
-    """Fills every free buffer of a volume with noise."""
+    """Fill every free buffer of a volume with noise."""
     leases = []
     while (lease := volume.lease(nbytes)) is not None:
         scramble(memoryview(lease))
@@ -272,7 +272,7 @@ def scramble_all(volume, nbytes: int) -> None:
 
 
 def fill(volume, size: int) -> None:
-    """Writes the whole file once: blocks that were never written are not read from the drive."""
+    """Write the whole file once: blocks that were never written are not read from the drive."""
     leases = [volume.lease(BATCH_BYTES) for _ in range(2)]
     flights: list = [None, None]
     for number, start in enumerate(range(0, size, BATCH_BYTES)):
@@ -345,7 +345,7 @@ def beside_fio(args: argparse.Namespace, workdir: Path) -> dict:
 
 
 def against(workload: Workload, runs: dict[str, list[dict]]) -> dict:
-    """The ratios to fio, and which of them miss."""
+    """Return the ratios to fio, and which of them miss."""
     speed, least = ("requests_per_second", IOPS_MIN) if workload.random else ("bytes_per_second", BANDWIDTH_MIN)
     ratios, misses = {}, []
     for name in runs:
@@ -399,7 +399,7 @@ PEER_PHASES = ["write", "write_again", "read"]
 
 
 def census(size: int) -> list[int]:
-    """Bytes of every tensor of Qwen2.5-7B in bfloat16, the large ones scaled so that all take `size` bytes."""
+    """Return the bytes of every tensor of Qwen2.5-7B in bfloat16, large ones scaled to `size` bytes in all."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -415,7 +415,7 @@ def census(size: int) -> list[int]:
 
 
 def stamp(view, number: int) -> None:
-    """Marks both ends of a tensor, so that reading back the wrong bytes is noticed."""
+    """Mark both ends of a tensor, so that reading back the wrong bytes is noticed."""
     struct.pack_into("<Q", view, 0, number)
     struct.pack_into("<Q", view, len(view) - 8, ~number & (2**64 - 1))
 
@@ -437,7 +437,7 @@ def sync_filesystem(directory: Path) -> None:
 
 
 def phases(steps: dict[str, Callable[[], None]], before_read: Callable[[], None] = lambda: None) -> dict:
-    """Times each step; a read begins without a page cache."""
+    """Return the times each step; a read begins without a page cache."""
     result = {}
     for name, step in steps.items():
         if name == "read":
@@ -451,12 +451,13 @@ def phases(steps: dict[str, Callable[[], None]], before_read: Callable[[], None]
 
 
 def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
-    """A store of one volume, one request for each tensor; larger ones than a lease in as many as it takes."""
+    """Return a store of one volume, one request for each tensor; larger ones than a lease in as many as it takes."""
     from memascend._memascend import Runtime
+    from memascend.plan.arena import Arena
 
     baseline = rss()["hwm"]
     classes = [("small", SMALL_BYTES, SMALL_COUNT), ("large", LEASE_BYTES, LEASE_COUNT)]
-    runtime = Runtime([directory / "store"], classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
+    runtime = Runtime([directory / "store"], Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1))
     pieces = [min(LEASE_BYTES, left) for nbytes in sizes for left in range(nbytes, 0, -LEASE_BYTES)]
     units = [runtime.add_unit() for _ in pieces]
     extents: list = []
@@ -559,7 +560,7 @@ def peer_deepspeed(directory: Path, sizes: list[int], setting: list) -> dict:
 
 
 def peer_torch(directory: Path, sizes: list[int], _setting: list) -> dict:
-    """A file for each tensor by torch.save and torch.load, through the page cache."""
+    """Return a file for each tensor by torch.save and torch.load, through the page cache."""
     import torch
 
     baseline = rss()["hwm"]
@@ -594,7 +595,7 @@ PEERS = {"memascend": peer_memascend, "deepspeed": peer_deepspeed, "torch": peer
 
 
 def child(function: str, job: dict, python: Path, cgroup: Path | None = None) -> dict:
-    """Runs a function of this file in a process of its own, in `cgroup` from the beginning."""
+    """Run a function of this file in a process of its own, in `cgroup` from the beginning."""
 
     def enter() -> None:
         if cgroup:
@@ -632,7 +633,7 @@ def beside_peers(args: argparse.Namespace, workdir: Path) -> dict:
         with tempfile.TemporaryDirectory(prefix="io-", dir=workdir) as directory:
             job = {"peer": peer, "directory": directory, "sizes": sizes, "setting": setting}
             result = child("child_peer", job, python)
-        # What the others left to write or to discard is not this one's.
+        # Pending writes and discards of the others are not this one's.
         sync_filesystem(workdir)
         total = sum(sizes)
         for phase in PEER_PHASES:
@@ -669,8 +670,8 @@ def report_peers(result: dict) -> str:
 # --- two volumes ---
 
 DEVICE_BYTES = GIB
-#: Bytes per second of a direction, on average of both. Far below what a loop device in memory does, or the throttle is
-#: not the limit.
+#: Bytes per second of a direction, on average of both. Far below the rate of a loop device in memory, or the throttle
+#: is not the limit.
 THROTTLES = {"equal": (400 * 10**6, 400 * 10**6), "3:1": (600 * 10**6, 200 * 10**6)}
 TENSOR_BYTES = [mib * MIB for mib in range(8, 65, 8)]
 TENSOR_COUNT, IN_FLIGHT, WARM_UP_SECONDS = 16, 8, 1.5
@@ -715,14 +716,14 @@ def loop_devices(directory: Path, count: int) -> Iterator[list[Path]]:
 
 @contextlib.contextmanager
 def throttled(devices: Sequence[Path], rates: Sequence[int]) -> Iterator[Path]:
-    """A cgroup in which each device gives and takes so many bytes per second."""
+    """Yield a cgroup in which each device gives and takes so many bytes per second."""
     group = throttles_directory() / f"memascend-bench-{os.getpid()}"
     group.mkdir()
     try:
         for device, rate in zip(devices, rates, strict=True):
             number = device.stat().st_rdev
-            # In the proportion of the mix: else what waits turns into reads alone bit by bit, and until it has, a
-            # volume seems faster than it is.
+            # In the proportion of the mix: otherwise the queue slowly becomes reads alone, and until then a volume
+            # seems faster than it is.
             for direction, percent in (("read", MIX["read_percent"]), ("write", 100 - MIX["read_percent"])):
                 line = f"{os.major(number)}:{os.minor(number)} {2 * rate * percent // 100}"
                 (group / f"blkio.throttle.{direction}_bps_device").write_text(line)
@@ -740,7 +741,7 @@ def throttled(devices: Sequence[Path], rates: Sequence[int]) -> Iterator[Path]:
 
 
 def volume_rate(device: Path, seconds: float) -> float:
-    """Bytes per second of one volume alone."""
+    """Return the bytes per second of one volume alone."""
     from memascend._memascend import Volume
 
     volume = Volume(device, buffer_bytes=MIB, buffer_count=MIX["depth"])
@@ -750,12 +751,13 @@ def volume_rate(device: Path, seconds: float) -> float:
 
 
 def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -> dict:
-    """Bytes per second of tensors read and written 55 to 45, some at a time, while nothing begins or ends."""
+    """Return the bytes per second of tensors read and written 55 to 45, some at a time, in the steady state."""
     from memascend._memascend import Runtime
+    from memascend.plan.arena import Arena
 
     classes = [("tensors", max(TENSOR_BYTES), IN_FLIGHT)]
-    options = [list(devices), classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1]
-    runtime = Runtime(*options, rates=list(rates))
+    arena = Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
+    runtime = Runtime(list(devices), arena, rates=list(rates))
     sizes = [TENSOR_BYTES[number % len(TENSOR_BYTES)] for number in range(TENSOR_COUNT)]
     tensors = [(runtime.add_unit(), runtime.allocate(f"tensor {n}", size)) for n, size in enumerate(sizes)]
     written: list[int | None] = [None] * TENSOR_COUNT
@@ -931,7 +933,7 @@ def main() -> int:
         job = json.loads(sys.stdin.read())
         print("\n" + json.dumps(CHILDREN[sys.argv[2]](job)))
         return 0
-    # Killed politely, it still detaches devices and removes what it made.
+    # Killed politely, it still detaches devices and removes its files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     args = arguments()
     chosen = list(PARTS) if args.part == "all" else [args.part]

@@ -8,9 +8,9 @@
 A step takes N micro-batches of one sequence. "sliced" calls the model once with all of them (micro_batch_size=1),
 "accumulated" N times, "in memory" N times without a store (AdamW in float32). Each runs in a process of its own, by
 turns, with the budget of --memory, or the least that reads ahead, and without durable steps. The time of a step is the
-median of the rounds' medians; memory is the peak above what importing took. Beside the bytes stand those of
+median of the rounds' medians; memory is the peak above the imports. Beside the bytes stands the forecast of
 `memascend.forecast`. With --check: sliced weights, states and gradients within 1.05 of one micro-batch's, the forecast
-within 3% of what was moved.
+within 3% of the measured bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from _common import start as start_child
 from peak_memory import RUNS, SEED, SHAPES, model_directory, parameter_count, words
 
 SYSTEMS = ("sliced", "accumulated", "in memory")
-#: Of one micro-batch's weights, states and gradients, what any number of them may move; and how far a forecast may be
-#: off.
+#: Limit of the traffic of any number of micro-batches, as a share of one's weights, states and gradients; and how far a
+#: forecast may be off.
 MOVED_MOST, FORECAST_OFF = 1.05, 0.03
 
 
@@ -67,7 +67,7 @@ def child(job: dict) -> dict:
 
 
 def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) -> dict[str, int]:
-    """The bytes of a step by `memascend.forecast`: in all, and those that are not activations'."""
+    """Return the bytes of a step by `memascend.forecast`: in all, and those that are not activations'."""
     from memascend.forecast.forecast import forecast
 
     work = {"batch_size": count, "micro_batch_size": 1} if sliced else {"batch_size": 1, "grad_accum": count}
@@ -165,7 +165,7 @@ def _row(entry: dict, tokens: int, parameters: int) -> list[str]:
 
 
 def _missed(entries: list[dict]) -> list[str]:
-    """What moves more than it may, or other than was forecast."""
+    """Return the measurements above the limits, or off the forecast."""
     missed = []
     sliced = {entry["micro_batches"]: entry for entry in entries if entry["system"] == "sliced"}
     least = min(sliced, default=0)

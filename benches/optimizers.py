@@ -19,7 +19,7 @@ benches/README.md:
 Contestants are measured in groups, each with fp32 AdamW and the plain passes, so that the arrays of all fit: weights
 and gradients are shared within a group, states are not. In a round every contestant takes one step, in the same order,
 with a pause before it, since threads of OpenMP spin for a while. Times are medians of the rounds; ratios are of one
-group. "bytes" is what a step has to read and write per element, "share" the ratio of that to fp32's. Memory is the
+group. "bytes" is the traffic of a step per element, "share" its ratio to fp32's. Memory is the
 limit that the plain passes show: one in place, as steps are, and a copy, which makes most processors read its target.
 """
 
@@ -42,7 +42,7 @@ from _common import GB, finish, instruction_sets, machine, markdown, mem_availab
 import memascend
 
 MI, GIB = 2**20, 2**30
-#: Against the faster peer; a variant's time against its share of the bytes; 8 bits against those of bitsandbytes.
+#: Against the faster peer; a variant's time against its share of the bytes; 8 bits against bitsandbytes.
 PEER_LIMIT, SHARE_LIMIT, EIGHT_LIMIT = 1.0, 1.1, 1.5
 #: Seconds in which spinning threads go to sleep.
 PAUSE = 0.02
@@ -70,7 +70,7 @@ class Contestant:
 
     @property
     def bytes(self) -> float:
-        """What a step moves per element: gradient in, states and weight in and out."""
+        """Return the traffic of a step per element: gradient in, states and weight in and out."""
         weight = self.dtype.itemsize
         # An fp16 weight comes from its master, so it is only written.
         return weight + 2 * self.states + (weight if self.dtype == torch.float16 else 2 * weight)
@@ -132,7 +132,7 @@ def bitsandbytes_adamw() -> Contestant:
 
 
 def probe(found: Callable[[], Contestant]) -> Contestant | str:
-    """A peer that has taken a step, or the reason why there is none."""
+    """Return a peer that has taken a step, or the reason why there is none."""
     try:
         contestant = found()
         parameter = torch.nn.Parameter(torch.ones(1 << 16))
@@ -162,7 +162,7 @@ def same_threads(count: int) -> list[str]:
 
 
 def by_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, by rounds of all. Two rounds before make the states and warm up."""
+    """Return the seconds of each, by rounds of all. Two rounds before make the states and warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-2, repeats):
         for name, call in calls.items():
@@ -176,7 +176,7 @@ def by_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def need(contestants: dict[str, Contestant]) -> float:
-    """Bytes per element that a group has in memory at once."""
+    """Return the bytes per element that a group has in memory at once."""
     arrays = sum(2 * dtype.itemsize for dtype in {each.dtype for each in contestants.values()})
     states = sum(each.states for each in contestants.values())
     return torch.float32.itemsize + arrays + states + max(each.temporaries for each in contestants.values())
@@ -216,7 +216,7 @@ def measure(group: str, contestants: dict[str, Contestant], numel: int, repeats:
 
 
 def of_group(rows: list[dict]) -> list[dict[str, dict]]:
-    """Rows by name, for each group and size."""
+    """Return the rows by name, for each group and size."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         groups.setdefault((row["elements"], row["group"]), {})[row["name"]] = row
@@ -251,7 +251,7 @@ def report(rows: list[dict]) -> str:
 
 
 def faults(rows: list[dict]) -> list[str]:
-    """What misses a limit."""
+    """Return the results that miss a limit."""
     found = []
     for group in of_group(rows):
         reference = group[FP32]

@@ -8,9 +8,9 @@
 
 The plain read is the fastest of several reductions of the same bytes as 64-bit integers: numpy's sum and or on one
 thread, torch's sum on as many threads as the check has. All are measured by turns, so that a drift of the machine hits
-them alike, with a pause in between, since threads of OpenMP spin for a while. Times are the fastest of the rounds: what
-else runs only adds to them. With a CUDA device, a copy on the device is the measure there: half of what it moves is
-read.
+them alike, with a pause in between, since threads of OpenMP spin for a while. Times are the fastest of the rounds:
+other programs only add to them. With a CUDA device, a copy on the device is the measure there: half of its traffic is
+reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memascend.optim.overflow import check
 
 MI, GIB = 2**20, 2**30
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-#: Against the plain read, against isinf and isnan, and what the norm may add.
+#: Against the plain read, against isinf and isnan, and the norm's addition.
 READ_LIMIT, TORCH_LIMIT, NORM_LIMIT, GPU_LIMIT = 0.95, 40, 1.1, 0.9
 #: Seconds in which spinning threads go to sleep.
 PAUSE = 0.02
@@ -39,7 +39,7 @@ READS = ("numpy", "torch", "numpy_or")
 
 
 def by_turns(calls: dict[str, Callable[[], object]], repeats: int, clock: Callable[..., float]) -> dict[str, float]:
-    """The fastest of each, in seconds, after one round that warms up."""
+    """Return the fastest of each, in seconds, after one round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, call in calls.items():
@@ -57,7 +57,7 @@ def wall(call: Callable[[], object]) -> float:
 
 
 def on_device(call: Callable[[], object]) -> float:
-    """Seconds of the device alone: all is enqueued while it is kept busy, which hides what Python and launches take."""
+    """Return the seconds of the device alone: all is enqueued while it is busy, which hides Python and launches."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
@@ -110,7 +110,7 @@ def gpu(name: str, nbytes: int, repeats: int) -> dict:
 
 
 def extra_bytes(call: Callable[[], object]) -> int:
-    """Bytes of device memory that a call holds at most beyond what is there before, by PyTorch's allocator."""
+    """Return the peak of device memory during a call, above its start, by PyTorch's allocator."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -164,7 +164,7 @@ def report(rows: list[dict], device_rows: list[dict]) -> str:
 
 
 def faults(rows: list[dict], device_rows: list[dict]) -> list[str]:
-    """What misses a limit."""
+    """Return the results that miss a limit."""
     found = []
     for row in rows:
         what = f"{row['dtype']}, {row['elements'] // MI} Mi, {row['threads']} threads"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What the pages of a buffer do to a drive: GB/s from and to huge pages, pages as they come, and scattered pages.
+"""Effect of a buffer's pages on a drive: GB/s from and to huge pages, pages as they come, and scattered pages.
 
     python benches/pages.py --workdir DIR --json benches/results/pages.json
 
-A driver gets a request as runs of memory. Of a buffer in pages of 4 KiB, physical neighbours make longer runs, which a
-machine has less and less of the longer it works. "As they come" is what the system has just now; "scattered" are pages
-that were touched in random order, as on a machine whose free memory lies in pieces. All move the same file by turns,
-in requests of 1 MiB of one engine, `--depth` in flight; halves of them are read and written in the mix.
+A driver gets a request as runs of memory. Of a buffer in pages of 4 KiB, physical neighbours make longer runs, which
+grow rarer the longer a machine works. "As they come" are the pages that the system has now; "scattered" are pages that
+were touched in random order, as on a machine whose free memory lies in pieces. All move the same file by turns, in
+requests of 1 MiB of one engine, `--depth` in flight; halves of them are read and written in the mix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pinned(nbytes: int, huge_pages: bool) -> torch.Tensor:
 
 
 def rate(engine: FileEngine, file: Path, buffer: torch.Tensor, mix: str, nbytes: int) -> float:
-    """Bytes per second: each MiB of the buffer moves a MiB of the file, and then the next that is due."""
+    """Return the bytes per second: each MiB of the buffer moves a MiB of the file, and then the next that is due."""
     pieces = [(FileTransfers(engine), buffer[start : start + MIB]) for start in range(0, buffer.numel(), MIB)]
     half = nbytes // 2
     began = time.perf_counter()
@@ -51,7 +51,7 @@ def rate(engine: FileEngine, file: Path, buffer: torch.Tensor, mix: str, nbytes:
         transfers, piece = pieces[number % len(pieces)]
         transfers.wait()
         operation = ("read", "write")[number % 2] if mix == "mix" else mix
-        # What is written in the mix is the other half of the file.
+        # Writes of the mix go to the other half of the file.
         offset = number * MIB if mix != "mix" else (operation == "write") * half + number // 2 * MIB
         transfers.start(operation, file, offset, piece.data_ptr(), MIB, piece)
     for transfers, _ in pieces:

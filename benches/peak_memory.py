@@ -134,7 +134,7 @@ def words(model: str) -> int:
 
 
 def budgets(model_dir: str, tokens: int, update: str = "forward", dtype: str = "bfloat16") -> dict[str, int]:
-    """The least that works, and the least with which the next layer is read while one computes."""
+    """Return the least that works, and the least with which the next layer is read while one computes."""
     from memascend.forecast.forecast import forecast
 
     host = forecast(Path(model_dir), seq_len=tokens, batch_size=1, update=update, dtype=dtype)["host_memory"]
@@ -356,7 +356,7 @@ def start(python: str, job: dict, workdir: Path, limit_s: float) -> dict:
 
 
 def refusal(system: str, model: str, args, workdir: Path) -> str | None:
-    """Why a configuration cannot run here, or None."""
+    """Return why a configuration cannot run here, or None."""
     count = parameter_count(SHAPES[model], words(model))
     if system.startswith("zero"):
         try:
@@ -520,7 +520,7 @@ def table(results: list[dict]) -> str:
 
 
 def checks(results: list[dict]) -> list[tuple[bool, str]]:
-    """The limits that --check applies, as far as this run holds the numbers for them."""
+    """Return the limits that --check applies, as far as this run holds the numbers for them."""
     by = {(r["system"], r["model"]): r for r in results if "step_s" in r}
     found = []
     for (system, model), r in by.items():
@@ -631,7 +631,7 @@ def benchmark(args, workdir: Path) -> int:
             try:
                 if reason := refusal(system, model, args, workdir):
                     raise ChildFailed(reason)
-                if python not in warmed:  # compiles the bytecode: baselines are those of a warm start
+                if python not in warmed:  # compiles the bytecode: baselines are of a warm start
                     start(python, {"task": "import"}, workdir, args.timeout)
                     warmed.add(python)
                 row = measure(system, model, args, workdir)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Page-locked memory: what it takes to get it, what it costs, and how fast a device copies from and to it.
+"""Page-locked memory: the time to get it, its cost, and the rates of copies from and to a device.
 
     python benches/pinned.py                              # 1 GiB and 4.01 GiB, by every allocator that works here
     python benches/pinned.py --gib 0.5 --repeats 3 --json out.json
     python benches/pinned.py --check
 
 Beside memascend's allocators stands torch's own pinned memory, which takes a power of two and keeps it. It needs a
-CUDA device, as "cuda" and "registered" do. Without one the script measures the rest and says what is missing.
+CUDA device, as "cuda" and "registered" do. Without one the script measures the rest and names the missing parts.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ BACKENDS = [
     ("cuda", False),
 ]
 NEED_CUDA = ("cuda", "registered")
-#: What the system may round a mapping up to: a huge page, and a page.
+#: The system may round a mapping up to a huge page, or a page.
 SLACK = 2 * MIB + PAGE
 RATIO_LIMIT = 0.97
 
 
 def mapped_bytes(address: int, length: int) -> int:
-    """Bytes of the mappings that a range lies in, whole: counted by size, for drivers differ in what is resident."""
+    """Return the bytes of the mappings that hold a range, by size: drivers differ in the resident part."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split()
         start, end = (int(part, 16) for part in fields[0].split("-"))
-        # What CUDA only set aside has no permissions.
+        # Addresses that CUDA only reserved have no permissions.
         if start < address + length and address < end and fields[1][:2] == "rw":
             total += end - start
     return total
@@ -125,12 +125,12 @@ def copies(nbytes: int, rounds: int) -> list[dict]:
 
 
 def measure(sizes: list[int], repeats: int) -> tuple[list[dict], dict[str, str]]:
-    """Every allocator that works here, and why the others do not. torch's comes last: it keeps what it had."""
+    """Return every allocator that works here, and why the others do not. torch's comes last: it keeps freed memory."""
     rows, missing = [], {}
     for name, huge_pages in BACKENDS:
         make = memory_of(name, huge_pages)
         try:
-            # What a library allocates once and for all is not part of an allocation.
+            # One-time allocations of a library are not part of an allocation.
             make(MIB)
             rows += [allocation(name, huge_pages, make, nbytes, repeats) for nbytes in sizes]
         except memascend.HostMemoryError as error:
@@ -176,7 +176,7 @@ def report(allocations: list[dict], copied: list[dict]) -> str:
 
 
 def faults(allocations: list[dict], copied: list[dict]) -> list[str]:
-    """What misses a limit. torch's own memory is there to compare with, not to be checked."""
+    """Return the results that miss a limit. torch's own memory is for comparison and not checked."""
     found = []
     for row in allocations:
         # The kernel may join ordinary memory with its neighbours' into one mapping.
@@ -217,7 +217,7 @@ def main() -> int:
     print("\n" + report(allocations, copied))
     if missing:
         print("\nNot measured:\n" + "\n".join(f"- {what}: {why}" for what, why in missing.items()))
-    # Only what was not measured, not why: the reasons hold paths of this machine.
+    # Only the names of missing measurements: the reasons hold paths of this machine.
     results = {"machine": about, "allocations": allocations, "copies": copied, "not_measured": list(missing)}
     return finish(results, args.json, faults(allocations, copied) if args.check else [])
 

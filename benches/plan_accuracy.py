@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Does the plan tell the truth? What memascend holds, measured over real training runs, beside what its plan said.
+"""Does the plan tell the truth? The memory of memascend, measured over real training runs, beside its plan.
 
     python benches/plan_accuracy.py                                   # five architectures
     python benches/plan_accuracy.py --models llama --json benches/results/plan_accuracy.json
@@ -10,10 +10,10 @@ vary; accumulation; evaluation between steps; an exception in mid-backward, and 
 few milliseconds, the process's anonymous resident memory and malloc's bytes in use. Their difference holds the arena
 (mapped, not malloc'd), Python's objects, thread stacks and malloc's holes; malloc's bytes hold the framework's
 activations, logits and temporaries. Both are counted above the baseline: taken after importing torch, transformers and
-the model class, and after one in-memory step of a toy of the same architecture, so that what the framework allocates
-once and for all is not taken for memascend's. A reading counts when malloc's bytes were the same before and after it.
+the model class, and after one in-memory step of a toy of the same architecture, so that one-time allocations of the
+framework are not taken for memascend's. A reading counts when malloc's bytes were the same before and after it.
 
-PyTorch's share stands beside it: what `memascend plan` estimates, and what was resident at most (VmHWM) above the
+PyTorch's share stands beside it: the estimate of `memascend plan`, and the peak of resident memory (VmHWM) above the
 baseline and the plan. It is worth looking at with many tokens: --seq-len 512.
 """
 
@@ -107,7 +107,7 @@ class Watch:
         return info.uordblks + info.hblkhd
 
     def read(self) -> int | None:
-        """Anonymous resident bytes less malloc's bytes in use; None if those changed meanwhile.
+        """Return the anonymous resident bytes less malloc's bytes in use; None if those changed meanwhile.
 
         The least of three readings a millisecond apart: glibc counts a large block as freed before it unmaps it.
         """
@@ -129,7 +129,7 @@ class Watch:
         return (int(fields[1]) - int(fields[2])) * self._page - after
 
     def steady(self) -> int:
-        """A reading with nothing going on."""
+        """Return a reading with nothing going on."""
         while (value := self.read()) is None:
             pass
         return value
@@ -293,7 +293,7 @@ def plan_of(model_dir: Path, seq_len: int) -> dict:
 
 
 def under_limits(model_dir: Path, options: dict) -> list[dict]:
-    """The same run in a memory cgroup: at the baseline plus the plan plus 5%, and below the plan."""
+    """Return the same run in a memory cgroup: at the baseline plus the plan plus 5%, and below the plan."""
     root = Path("/sys/fs/cgroup/memory")
     if not (root / "memory.limit_in_bytes").exists():
         raise SystemExit("--cgroup needs cgroup v1's memory controller")

@@ -2,7 +2,7 @@
 """Draw docs/assets/peak_memory.svg from the results of peak_memory.py: memory and step time beside the peers.
 
     python benches/plot_peak_memory.py            # writes the file
-    python benches/plot_peak_memory.py --check    # exit 1 when the file is not what the results give
+    python benches/plot_peak_memory.py --check    # exit 1 when the file differs from the results
 
 The drawing is written as text, so that it needs no library and is the same on every machine.
 """

@@ -4,10 +4,10 @@
     python benches/pool.py                                            # every shape in benches/configs
     python benches/pool.py --models llama-3.1-8b --host-memory 4GiB --json out.json
 
-A model of the same architecture and depth but 64 wide is trained for real, and what its training asks of memascend is
-recorded: units entered and left, views of weights that outlive a unit, inputs stashed and restored, gradients captured,
-steps. The record is then replayed with the tensors of the full model on the real streamer, pools, gradients, executor
-and optimizer, over an engine that moves nothing. Only the arithmetic of the model itself is left out.
+A model of the same architecture and depth but 64 wide is trained for real, and the calls of its training are recorded:
+units entered and left, views of weights that outlive a unit, inputs stashed and restored, gradients captured, steps.
+The record is then replayed with the tensors of the full model on the real streamer, pools, gradients, executor and
+optimizer, over an engine that moves nothing. Only the arithmetic of the model itself is left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ UTILISATION_MIN, SAVING_MIN, ROUNDING_MAX = 0.97, 0.75, 1.001
 
 
 class Recorder:
-    """What a training run asks of memascend, in order; calls made inside recorded calls are left out."""
+    """Calls of a training run, in order, without calls inside recorded calls."""
 
     def __init__(self) -> None:
         self.events: list[tuple] = []
@@ -146,7 +146,7 @@ class Recorder:
         call(state.gradients, "capture", lambda place, accumulate: ("capture", place.name, accumulate))
 
         def died(token: int) -> None:
-            # Appended even inside a recorded call: what the computation lets go of, no call would replay.
+            # Appended even inside a recorded call: no call would replay a release by the computation.
             if not self.ended:
                 self.events.append(("release", token))
 
@@ -195,7 +195,7 @@ def smallest_budget(units) -> int:
 
 
 def record(config: dict, steps: int, workdir: Path) -> tuple[Recorder, dict]:
-    """Train the narrow model for real; return the record, its partition and what its pool did."""
+    """Train the narrow model for real; return the record, its partition and the counters of its pool."""
     kept = set(config) | {"bos_token_id", "eos_token_id"}
     narrow = config | {key: value for key, value in NARROW.items() if key in kept}
     model = build(narrow, "cpu")
@@ -242,7 +242,7 @@ def optimizer_step(optimizer) -> None:
 
 
 def stand_in(config: dict):
-    """The model with parameters of the right shapes that hold one element each."""
+    """Return the model with parameters of the right shapes that hold one element each."""
     model = build(config, "meta")
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -255,7 +255,7 @@ def stand_in(config: dict):
 
 
 def zeros(nbytes: int) -> torch.Tensor:
-    """Bytes that are only read: until they are written, the kernel backs them all by its one page of zeros."""
+    """Return bytes that are only read: until they are written, the kernel backs them by its one page of zeros."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=private), dtype=torch.uint8)
 
@@ -299,7 +299,7 @@ class Replay:
 
     def run(self, events: list[tuple]) -> None:
         for event in events:
-            # What a saved weight unpacked for one node of the graph lives until the next event.
+            # A saved weight that was unpacked for a node of the graph lives until the next event.
             transient = self.perform(*event)
             self.sample(transient)
             del transient
@@ -365,7 +365,7 @@ class Replay:
             }
 
     def finish(self) -> dict:
-        """Return what the pool did; the replay is over."""
+        """Return the counters of the pool; the replay is over."""
         stats = self.state.runtime.stats()
         self.held.clear()
         self.state.close()
@@ -421,7 +421,7 @@ def by_consumer(plan, classes) -> list[dict]:
     return named
 
 
-# --- what others would reserve ---
+# --- reservations of others ---
 
 
 def power_of_two(nbytes: int) -> int:
@@ -474,7 +474,7 @@ def gib(nbytes: float) -> str:
 
 
 def idle(row: dict) -> str:
-    """Bytes reserved but not asked for at the peak, by consumer; the JSON has those below 0.1 MiB too."""
+    """Return the bytes reserved but not asked for at the peak, by consumer; the JSON has those below 0.1 MiB too."""
     spare = {line["consumer"]: line["reserved"] - line["live"] for line in row["consumers"]}
     largest = sorted(spare.items(), key=lambda item: -item[1])
     return "; ".join(f"{who}: {nbytes / MIB:.1f} MiB" for who, nbytes in largest if nbytes >= MIB / 10) or "nothing"

@@ -6,10 +6,10 @@
 Both train the same model, from the same weights, on the same tokens of each rank, over the same backend (gloo), by
 turns in one run; each rank is a process of its own. For a rank:
 
-- Memory is VmHWM less what it was after the imports, of the start and of the steps: it is set back between them.
+- Memory is VmHWM less its value after the imports, of the start and of the steps: it is set back between them.
 - A step lasts from step boundary to step boundary, the slowest rank's. The first two are dropped: the first update,
   which has no states to read, belongs to memascend's second.
-- Network bytes are what the collectives send as they are defined (N ranks, W bytes: (N-1)/N W for a gather, a scatter
+- Network bytes are those that the collectives send by definition (N ranks, W bytes: (N-1)/N W for a gather, a scatter
   and an exchange, twice that for a sum, (N-1) W for the root of a broadcast), counted where torch.distributed is
   called, the same way for both. By definition ZeRO-3 sends 3 (N-1)/N of the model, and less where its defaults keep a
   small model gathered. The kernel's count of the loopback device, of all ranks and other programs, stands beside it:
@@ -46,9 +46,9 @@ SYSTEMS = ("memascend", "deepspeed-author", "deepspeed-defaults")
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-5, 0.01, 0.9
 #: Steps that are not measured.
 DROPPED = 2
-#: What the losses of a step may differ by from one system to another, of their size: both compute in bfloat16.
+#: Relative tolerance between the losses of two systems: both compute in bfloat16.
 LOSS_TOLERANCE = 0.01
-#: What memascend may send, of what ZeRO-3 does by its definition.
+#: Limit of the bytes that memascend sends, as a share of ZeRO-3's by definition.
 NETWORK_LIMIT = 1.03
 
 
@@ -56,14 +56,14 @@ NETWORK_LIMIT = 1.03
 
 
 def sent(collective: str, ranks: int, nbytes: int, root: bool) -> float:
-    """Bytes that a rank sends in a collective over `nbytes` of the whole."""
+    """Return the bytes that a rank sends in a collective over `nbytes` of the whole."""
     if collective == "broadcast":
         return (ranks - 1) * nbytes * root
     return nbytes * (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)
 
 
 class Counter:
-    """What this rank sends in the collectives of torch.distributed."""
+    """Bytes that this rank sends in the collectives of torch.distributed."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -111,7 +111,7 @@ class Counter:
 
 
 def loopback() -> int:
-    """Bytes that the loopback device has sent."""
+    """Return the bytes that the loopback device has sent."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -227,7 +227,7 @@ def child(job: dict) -> dict:
     result: dict[str, Any] = {"baseline_bytes": baseline, "start_peak_bytes": rss()["hwm"] - baseline}
     dist.barrier()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is the resident memory now
     vocabulary = job["shape"][1]
     generator = torch.Generator().manual_seed(SEED)
     steps = []
@@ -258,7 +258,7 @@ def child(job: dict) -> dict:
 
 
 def measure(workdir: Path, args: argparse.Namespace, model: str, system: str, host_memory: str | None) -> dict:
-    """Train on all ranks; the figures of the run, which are those of the rank that has the most of each."""
+    """Train on all ranks; return the figures of the run, each of the rank that has most."""
     shape, vocabulary = SHAPES[model]
     model_dir = workdir / f"model-{model}"
     if not model_dir.exists():
@@ -320,7 +320,7 @@ def measure(workdir: Path, args: argparse.Namespace, model: str, system: str, ho
 
 
 def summary(rounds: list[dict]) -> dict:
-    """The medians of several rounds; the first failure if there was one."""
+    """Return the medians of several rounds; the first failure if there was one."""
     if failed := [got for got in rounds if "failed" in got]:
         return failed[0]
     keys = [key for key, value in rounds[0].items() if isinstance(value, int | float)]
@@ -328,7 +328,7 @@ def summary(rounds: list[dict]) -> dict:
 
 
 def checks(entries: list[dict]) -> list[str]:
-    """What memascend does not do better than DeepSpeed, and where the losses of both are not those of one model."""
+    """Return the figures where memascend is not better than DeepSpeed, and losses that differ too much."""
     faults = []
     for model in {entry["model"] for entry in entries}:
         of_model = [entry for entry in entries if entry["model"] == model]

@@ -6,9 +6,9 @@
     python benches/tiers.py --workdir DIR --deepspeed-python DS_VENV/bin/python --json benches/results/tiers.json
 
 Each configuration runs in a process of its own, as in peak_memory.py, whose children these are. Budgets are compared
-with the same model in memory under `memascend.AdamW`, whose losses they must give, and with what fio moves in the
-step's own mix of reads and writes. With DeepSpeed, ZeRO-Infinity and ZeRO-Offload (states and parameters in memory)
-run too, and memascend again with each one's peak as its budget.
+with the same model in memory under `memascend.AdamW`, whose losses they must give, and with fio's rate in the step's
+own mix of reads and writes. With DeepSpeed, ZeRO-Infinity and ZeRO-Offload (states and parameters in memory) run too,
+and memascend again with each one's peak as its budget.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIO_SECONDS = 6
 
 
 def fio_mix(workdir: Path, read_percent: int) -> float | None:
-    """Bytes per second of the disk in a mix of reads and writes (1 MiB, depth 32, O_DIRECT); None without fio."""
+    """Return the bytes per second of the disk in a mix (1 MiB, depth 32, O_DIRECT); None without fio."""
     if shutil.which("fio") is None:
         return None
     target = workdir / "fio.tmp"
@@ -60,7 +60,7 @@ def fio_mix(workdir: Path, read_percent: int) -> float | None:
 
 
 class Bench:
-    """Runs configurations of one model, and keeps what each gave."""
+    """Runs configurations of one model, and keeps their results."""
 
     def __init__(self, args: argparse.Namespace, workdir: Path) -> None:
         self.args, self.workdir = args, workdir
@@ -130,7 +130,7 @@ class Bench:
         return row
 
     def budgets(self, update: str = "forward") -> dict[str, int]:
-        """The bytes of the budgets that have a name, with updates in that pass."""
+        """Return the bytes of the budgets that have a name, with updates in that pass."""
         found = start(
             sys.executable,
             {
@@ -181,7 +181,7 @@ class Bench:
 
 
 def table(rows: list[dict]) -> str:
-    """All configurations, each beside the one in memory."""
+    """Return all configurations, each beside the one in memory."""
     memory = next((row["step_s"] for row in rows if row["system"] == "in-memory-exact" and "step_s" in row), None)
     lines = []
     for row in rows:
@@ -209,7 +209,7 @@ def table(rows: list[dict]) -> str:
 
 
 def _named(row: dict) -> str:
-    """What a row is of, beside system and durability."""
+    """Return the label of a row, beside system and durability."""
     unclipped = f", updates in the {row.get('update')} pass, no clipping"
     return (
         str(row["budget"] or "")
@@ -219,7 +219,7 @@ def _named(row: dict) -> str:
 
 
 def faults(rows: list[dict]) -> list[str]:
-    """The limits that were missed, as far as this run has figures for them."""
+    """Return the limits that were missed, as far as this run has figures for them."""
     found = [f"{row['system']} {row['budget']}: skipped" for row in rows if "skipped" in row and row["budget"]]
     done = [row for row in rows if "step_s" in row]
     ours = [row for row in done if row["system"] == "memascend" and row.get("clips", True)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the drive does in the course of a training step: bytes in flight, kernels, waits, and every idle gap.
+"""The drive in the course of a training step: bytes in flight, kernels, waits, and every idle gap.
 
     python benches/timeline.py --workdir DIR                                  # 0.51b at three budgets
     python benches/timeline.py --budgets least,1GiB --durability none --json OUT.json --svg OUT.svg
@@ -11,7 +11,7 @@ program every span of `memascend.common.timeline`, for a few steps. Of each step
 - the share in which the drive was idle (no request in flight, nothing being flushed), only read, only wrote, did both,
   or only flushed;
 - whether the drive binds: it had something to do for longer than the caller computed and waited for kernels;
-- the gaps: idle time by the phase of the step and by what the caller did or waited for in it, and for how much of it
+- the gaps: idle time by the phase of the step and by the activity or wait of the caller, and for how much of it
   kernels ran. "forward" has the deferred update in it, "turn" is from the end of the last layer to the first layer that
   is computed again, "end" is clipping, `step()` and `zero_grad()`, with the wait for the commit.
 
@@ -49,7 +49,7 @@ SPANS_MOST = 2_000_000
 BINS = 400
 PHASES = ("forward", "turn", "backward", "end")
 ACTIVITIES = ("read", "write", "flush", "kernel")
-#: What the caller does, as it is drawn: spans by how their names begin, the innermost first.
+#: Activities of the caller, as drawn: spans by how their names begin, the innermost first.
 CALLER = {
     "wait for SSD": "waits for the SSD",
     "wait for CPU": "waits for the update",
@@ -101,11 +101,11 @@ def child(job: dict) -> dict:
     return {"steps": steps, "spans": spans, "calls": calls, "missed": missed, **training.close()}
 
 
-# --- the parent: what the records say ---
+# --- the parent: evaluation of the records ---
 
 
 class States:
-    """What holds from which moment on: the value of the last change at or before a time."""
+    """A step function of time: the value of the last change at or before a time."""
 
     def __init__(self, changes: list[tuple[int, object]]) -> None:
         self.changes = sorted(changes, key=lambda change: change[0])
@@ -116,7 +116,7 @@ class States:
 
 
 def innermost(calls: list[tuple[str, int, int, int]], thread: int) -> States:
-    """Name the innermost span of a thread at any time, without what differs between units; "" outside of all."""
+    """Name the innermost span of a thread at any time, without the unit's name; "" outside of all."""
     inside: list[tuple[str, int]] = []
     changes: list[tuple[int, object]] = [(0, "")]
     for name, began, ended, _ in sorted((call for call in calls if call[3] == thread), key=lambda c: (c[1], -c[2])):
@@ -134,7 +134,7 @@ def innermost(calls: list[tuple[str, int, int, int]], thread: int) -> States:
 
 
 def analysed(step: dict, raw: dict, calls: States, recomputed: list[int]) -> dict:
-    """Divide one step's time by what was in flight, and its idle time by phase and by what the caller did."""
+    """Divide one step's time by transfers in flight, and its idle time by phase and the caller's activity."""
     begin, turn, backward_ended, end = step["marks"]
     after_turn = recomputed[bisect_right(recomputed, turn)] if recomputed and recomputed[-1] > turn else turn
     phases = States([(begin, "forward"), (turn, "turn"), (after_turn, "backward"), (backward_ended, "end")])
@@ -198,7 +198,7 @@ def analysed(step: dict, raw: dict, calls: States, recomputed: list[int]) -> dic
 
 
 def drawn(step: dict, raw: dict, calls: States, phases: dict) -> dict:
-    """Return what a plot of one step shows, in `BINS` equal parts of its time."""
+    """Return the series of a plot of one step, in `BINS` equal parts of its time."""
     begin, end = step["marks"][0], step["marks"][-1]
     width = (end - begin) / BINS
     lanes = {activity: [0.0] * BINS for activity in ACTIVITIES}
@@ -294,7 +294,7 @@ def _panel(row: dict, top: int) -> list[str]:
         lines.append(f'<text class="faint" x="10" y="{y + LANE / 2 + 15:.0f}">0 to {most:.0f} MiB</text>')
         y += LANE + GAP
     for activity, title in (("kernel", "update kernels"), ("flush", "flush and manifest")):
-        # In fifths, so that neighbours join; what there is at all is seen.
+        # In fifths, so that neighbours join; anything above zero is visible.
         values = [math.ceil(5 * min(1.0, value)) / 5 for value in plot["lanes"][activity]]
         lines += _strip(y, [(COLOURS[activity], value) for value in values])
         lines.append(f'<text x="10" y="{y + ROW - 1}">{title}</text>')
@@ -305,7 +305,7 @@ def _panel(row: dict, top: int) -> list[str]:
 
 
 def _strip(y: int, cells: list[tuple[str, float]]) -> list[str]:
-    """A row of coloured cells; neighbours that are alike are one."""
+    """Return a row of coloured cells; neighbours that are alike are one."""
     width, lines, first = WIDTH - LEFT - RIGHT, [], 0
     for index in range(1, len(cells) + 1):
         if index < len(cells) and cells[index] == cells[first]:

@@ -32,7 +32,7 @@ TIMES_MAX = 1.03
 
 
 def data_bytes() -> int:
-    """What counts towards RLIMIT_DATA now."""
+    """Return the bytes that count towards RLIMIT_DATA now."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

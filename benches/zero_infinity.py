@@ -58,7 +58,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def configuration(name: str, folder: str, dtype: str) -> dict:
-    """DeepSpeed's configuration: `author` is that of MemAscend's public code, `defaults` DeepSpeed's own."""
+    """Return DeepSpeed's configuration: `author` as in MemAscend's public code, `defaults` DeepSpeed's own."""
     nvme = {"device": "nvme", "nvme_path": folder}
     zero: dict = {"stage": 3, "offload_param": dict(nvme), "offload_optimizer": dict(nvme)}
     if name == "author":
@@ -84,7 +84,7 @@ def configuration(name: str, folder: str, dtype: str) -> dict:
 
 
 class SystemPeak:
-    """The most memory of the machine that was in use above what was at the start, sampled every 5 ms."""
+    """Peak of the machine's memory in use above the start, sampled every 5 ms."""
 
     def __init__(self) -> None:
         self.start, self.least, self._stop = mem_available(), mem_available(), threading.Event()
@@ -174,13 +174,13 @@ def child(job: dict) -> None:
 
 
 def overflow(engine) -> dict[str, float]:
-    """Seconds of the overflow check of a whole model's fp16 gradients, and what it allocates at most."""
+    """Return the seconds of the overflow check of a model's fp16 gradients, and its peak allocation."""
     import torch
 
     optimizer = engine.optimizer
     numel = sum(int(numel) for numel in optimizer.fp16_partitioned_groups_flat_numel)
     if optimizer.grad_partitions_flat_buffer is None and hasattr(optimizer, "_memascend_non_finite"):
-        # Found as gradients appear, in the pass that takes the norm: what is left is to look at it.
+        # Found as gradients appear, in the pass that takes the norm: only the result remains to be read.
         pass
     elif optimizer.grad_partitions_flat_buffer.numel() != numel:
         raise RuntimeError("the gradients are not those of the whole model")
@@ -251,7 +251,7 @@ def measure(
 
 
 def whole(runs: list[dict]) -> dict:
-    """The medians of several rounds of one variant; the first failure if there was one."""
+    """Return the medians of several rounds of one variant; the first failure if there was one."""
     if failed := [run for run in runs if "failed" in run]:
         return failed[0]
     keys = ("hwm_bytes", "system_peak_bytes", "tokens_per_second", "ssd_bytes_read", "ssd_bytes_written")
@@ -277,7 +277,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
                         if variant.endswith("-memory"):
                             if "hwm_bytes" not in stock or "hwm_bytes" not in least:
                                 continue  # They say how much that is.
-                            # What the plan does not have comes on top of it: activations, logits, Python.
+                            # Activations, logits and Python are not in the plan and come on top.
                             beside = least["hwm_bytes"] - least["planned_bytes"]
                             host_memory = int(args.share * stock["hwm_bytes"] - beside)
                         got = measure(workdir, args, (model, tokens, configuration), variant, host_memory)

@@ -44,13 +44,13 @@ class NotTrainedError(Exception):
 
 
 def run(pipe: Any, name: str, room: Path) -> None:
-    """Send what becomes of the architecture `name`, and why."""
+    """Send the outcome of the architecture `name`, and the reason."""
     _keep_quiet()
     pipe.send(outcome(name, room))
 
 
 def run_with_tables(pipe: Any, name: str, room: Path) -> None:
-    """Send what becomes of the architecture `name` with tables, and why; then how they were used."""
+    """Send the outcome of the architecture `name` with tables, and the reason; then how they were used."""
     _keep_quiet()
     architecture_tables.force()
     seen = architecture_tables.Seen()
@@ -64,7 +64,7 @@ def _keep_quiet() -> None:
 
 
 def outcome(name: str, room: Path, seen: architecture_tables.Seen | None = None) -> tuple[str, str]:
-    """Return what becomes of the architecture `name`, and why.
+    """Return the outcome of the architecture `name`, and the reason.
 
     Where `seen` is given, its tables are read by blocks, and the model in memory computes its loss in pieces. `seen` is
     told how.
@@ -131,7 +131,7 @@ def build(model_type: Any, config: Any) -> nn.Module:
 def inputs_for(model: nn.Module) -> dict[str, Any]:
     """Return the first inputs with which a copy of the model computes a loss and gradients.
 
-    Raises what the first of them raise without labels.
+    Raises as the first of them do without labels.
     """
     scratch, kinds = copy.deepcopy(model), small_models.Inputs(model)
     first_error: Exception | None = None
@@ -147,7 +147,7 @@ def inputs_for(model: nn.Module) -> dict[str, Any]:
 
 
 def error_of(model: nn.Module, inputs: dict[str, Any]) -> Exception | None:
-    """Return what keeps the model from computing a loss and gradients with these inputs, or None."""
+    """Return why the model cannot compute a loss and gradients with these inputs, or None."""
     seed(1)
     try:
         loss = small_models.loss_of(model(**fresh(inputs)))
@@ -182,7 +182,7 @@ def train(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor | 
 
 
 def saved(model: nn.Module, beside: Any, room: Path) -> tuple[str, str]:
-    """Compare what is loaded after saving the offloaded model, and after saving the one in memory.
+    """Compare the weights loaded after saving the offloaded model, and after saving the one in memory.
 
     It is loaded by transformers, and offloaded as it is read.
     """

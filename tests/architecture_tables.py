@@ -53,7 +53,7 @@ class Seen:
     losses: int = 0
     #: Tables that were in use as a whole.
     whole: set[str] = field(default_factory=set)
-    #: How far the first loss in pieces is from that of whole logits, relative to it.
+    #: Relative distance of the first loss in pieces from the loss of whole logits.
     loss_apart: float = 0.0
     #: The most that a gradient of it is apart, relative to the largest gradient.
     gradient_apart: float = 0.0

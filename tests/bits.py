@@ -1,4 +1,4 @@
-"""Comparing what two runs have computed, bit for bit."""
+"""Comparing the results of two runs, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether both are the same bits of the same shape and dtype; a NaN is the same as another, -0 is not 0."""
+    """Return whether both are the same bits of the same shape and dtype; a NaN is the same as another, -0 is not 0."""
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -26,7 +26,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def differing(actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> list[str]:
-    """The names that only one has, or whose values are not the same bits."""
+    """Return the names that only one has, or whose values are not the same bits."""
     return [
         *(actual.keys() ^ expected.keys()),
         *(name for name in expected.keys() & actual.keys() if not same(actual[name], expected[name])),
@@ -55,7 +55,7 @@ def difference(ours: Any, theirs: Any, what: str = "") -> str | None:
 
 
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where tensors of the same shape and dtype are not the same bits."""
+    """Return where tensors of the same shape and dtype are not the same bits."""
     if not one.is_floating_point():
         return one != other
     return ~(((one == other) & (one.signbit() == other.signbit())) | (one.isnan() & other.isnan()))

@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: what a script finds there, and what the console tells."""
+"""Pages in headless Chromium: results of a script, and output of the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _RESULT = re.compile(r'<pre id="result">(.*?)</pre>', re.DOTALL)
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 
-#: What every script may use.
+#: Functions for every script.
 TOOLS = """
     const tell = (result) => {
       const made = document.createElement("pre");
@@ -64,9 +64,9 @@ class Browser:
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
     def run(self, page: Path, script: str, *flags: str, width: int | None = None) -> Any:
-        """Return what `script` tells of a page: `tell(result)` is called once. The page must say nothing else.
+        """Return the result of `script` on a page: it calls `tell(result)` once. The page must say nothing else.
 
-        The script is put into a copy without the policy that forbids it. `width` in pixels is that of a frame around
+        The script is put into a copy without the policy that forbids it. `width`, in pixels, is set by a frame around
         the page: a window has a least width.
         """
         source, removed = _POLICY.subn("", page.read_text())

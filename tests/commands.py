@@ -1,4 +1,4 @@
-"""The command line run in processes of its own: what it is given, what it says, and what it leaves."""
+"""The command line in processes of its own: its input, its output, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def words_of(model_dir: Path, out: Path, store: Path, **changed: Any) -> list[str]:
-    """Arguments of a small run; `changed` replaces a flag's value."""
+    """Return the arguments of a small run; `changed` replaces a flag's value."""
     flags = {
         "data": model_dir.parent / "text.txt",
         "store": store,
@@ -32,7 +32,7 @@ def words_of(model_dir: Path, out: Path, store: Path, **changed: Any) -> list[st
 
 
 def in_memory(words: list[str]) -> list[str]:
-    """The same run without a store."""
+    """Return the same run without a store."""
     words = words.copy()
     for flag in ("--store", "--host-memory"):
         del words[words.index(flag) : words.index(flag) + 2]
@@ -40,7 +40,7 @@ def in_memory(words: list[str]) -> list[str]:
 
 
 def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = None) -> None:
-    """The command line, in its process; `before` changes the process first."""
+    """Start the command line in its own process; `before` changes the process first."""
     # All is imported first: a process that has become another user may not read where Python's own modules lie.
     from memascend.command import finetune, main  # noqa: F401
 
@@ -52,7 +52,7 @@ def command(_pipe: Any, words: list[str], before: Callable[[], None] | None = No
 
 
 def listing(room: Path) -> dict[str, bytes | None]:
-    """Every path under `room` with what it holds; what the lab itself keeps there aside."""
+    """Return every path under `room` with its contents, without the lab's own."""
     return {
         str(path.relative_to(room)): path.read_bytes() if path.is_file() else None
         for path in sorted(room.rglob("*"))
@@ -61,7 +61,7 @@ def listing(room: Path) -> dict[str, bytes | None]:
 
 
 def the_error(ended: lab.Ended, *codes: int) -> str:
-    """The one line in which a command said what was wrong."""
+    """Return the one line of a command's error."""
     assert ended.code in codes, f"{ended.code}: {ended.err}"
     assert "Traceback" not in ended.err + ended.out, ended.err
     assert "panicked" not in ended.err, ended.err
@@ -72,7 +72,7 @@ def the_error(ended: lab.Ended, *codes: int) -> str:
 
 
 def refused(tmp_path: Path, words: list[str], before: Callable[[], None] | None = None) -> str:
-    """What a run says that must not begin; it has to leave nothing."""
+    """Return the error of a run that must not begin; it has to leave nothing."""
     seen = listing(tmp_path)
     with lab.Child(tmp_path, command, words, before) as child:
         told = the_error(child.wait(), 2)
@@ -82,7 +82,7 @@ def refused(tmp_path: Path, words: list[str], before: Callable[[], None] | None 
 
 @contextlib.contextmanager
 def training(tmp_path: Path, words: list[str]) -> Iterator[lab.Child]:
-    """A run of the command in the middle of its training."""
+    """Yield a run of the command in the middle of its training."""
     metrics = tmp_path / "metrics.jsonl"
     with lab.Child(tmp_path, command, [*words, "--metrics", str(metrics), "--steps", "1000000"]) as child:
         end = time.monotonic() + 60

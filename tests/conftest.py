@@ -1,4 +1,4 @@
-"""Fixtures: offloaded models that are closed after the test, and what a host must offer for some tests."""
+"""Fixtures: offloaded models that are closed after the test, and requirements of some tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _accelerate() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _models_leave_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Close what a test that failed has left open on a device, where it would limit what the next one gets."""
+    """Close models that a failed test has left open on a device, where they would limit the next one."""
     yield
     if request.node.get_closest_marker("gpu"):
         for holder in list(native._open_holders):
@@ -129,7 +129,7 @@ def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Mo
     yield offload
     for model in models:
         memascend.close(model)
-    gc.collect()  # what an exception that a test has caught refers to
+    gc.collect()  # objects that an exception caught by a test refers to
     fake.assert_clean()
 
 
@@ -144,7 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported by now out of all collections: there are a million objects, and tests ask for many."""
+    """Leave objects imported by now out of all collections: there are a million objects, and tests ask for many."""
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,6 @@
 """The licences of the crates that are compiled into the wheel, as one file that goes with it.
 
-    python tests/crate_licenses.py            # exit code 1 if THIRD-PARTY-LICENSES is not what Cargo.lock asks for
+    python tests/crate_licenses.py            # exit code 1 if THIRD-PARTY-LICENSES does not match Cargo.lock
     python tests/crate_licenses.py --write    # after a change of Cargo.lock; needs cargo
 
 Of a crate with a choice of licences the shortest text is taken, which is MIT's where there is one.

@@ -27,6 +27,6 @@ LARGER_PARTS = ALL_LARGER_PARTS if STREAMS else ALL_LARGER_PARTS[:1] if POOLS el
 #: Before 0.19.4 DeepSpeed swaps out updated tensors only from memory that CUDA has pinned. Without a GPU such a version
 #: keeps optimizer states in memory, and weights in files only until it makes the optimizer.
 IN_MEMORY: dict[str, Any] = {} if POOLS else {"optimizer": "cpu", "in_memory": 1_000_000_000}
-#: For tests of what is not in force with an old DeepSpeed.
+#: For tests of parts that are not in force with an old DeepSpeed.
 for_pools = pytest.mark.skipif(not POOLS, reason=f"DeepSpeed {installed_version} keeps its own pools")
 for_streaming = pytest.mark.skipif(not STREAMS, reason=f"DeepSpeed {installed_version} keeps its own step")

@@ -1,10 +1,10 @@
-"""Trains small Llamas with DeepSpeed ZeRO-3, each in a process of its own, and notes what came of them.
+"""Trains small Llamas with DeepSpeed ZeRO-3, each in a process of its own, and records the results.
 
-`python deepspeed_run.py FILE` does the runs of a JSON file, a list of the options of `Run`, and writes a list of what
-each rank of each run has found. What takes seconds is imported once, in the process that the others are forked from.
+`python deepspeed_run.py FILE` does the runs of a JSON file, a list of the options of `Run`, and writes a list of the
+results of each rank of each run. Slow imports happen once, in the process that the others are forked from.
 
 `python deepspeed_run.py --scripts FILE` runs scripts in the same way: a JSON list of their `words`, the number of
-`ranks`, the `folder` for what they print, and whether `python -m memascend.deepspeed` has `launched` them.
+`ranks`, the `folder` for their output, and whether `python -m memascend.deepspeed` has `launched` them.
 
 `python deepspeed_run.py --alone FILE` does one run in this process, as a training script of a user's would: it imports
 memascend first of all, and ends as its errors have it end.
@@ -39,11 +39,11 @@ AT_ONCE = 2
 
 @dataclass
 class Run:
-    """What is trained, how, and on what."""
+    """The model, options and data of a run."""
 
     #: For swap files and checkpoints.
     folder: str
-    #: Those of MEMASCEND_DEEPSPEED_TIERS; without any, DeepSpeed runs without memascend.
+    #: Parts as in MEMASCEND_DEEPSPEED_TIERS; without any, DeepSpeed runs without memascend.
     tiers: str = "ABC"
     #: Where parameters and optimizer states are: on "nvme", "cpu", or "none" for ZeRO-3 without offload and PyTorch's
     #: AdamW.
@@ -137,20 +137,20 @@ class Run:
 
 @dataclass
 class Found:
-    """What a rank has found."""
+    """The results of a rank."""
 
     losses: list[float]
     norms: list[float]
     #: Steps that were left out because of an overflow.
     skipped: int = 0
-    #: Those of memascend that are in force.
+    #: Parts of memascend that are in force.
     parts: list[str] = field(default_factory=list)
-    #: Sub-groups, and those of them that memascend updates in a stream.
+    #: Sub-groups, and the ones that memascend updates in a stream.
     sub_groups: int = 0
     streams: int = 0
     #: Chunks that were under way.
     slots: int = 0
-    #: What deepspeed.initialize has said on stderr.
+    #: The output of deepspeed.initialize on stderr.
     told: str = ""
     #: Bytes of masters and moments that stay in memory.
     kept_bytes: int = 0
@@ -158,7 +158,7 @@ class Found:
     block_bytes: int = 0
     #: A digest of each parameter after the last step.
     weights: dict[str, str] | None = None
-    #: The most memory that was resident while the run went on beyond what was there at its start.
+    #: Peak of resident memory during the run above its start.
     peak_bytes: int = 0
     #: The traceback if the run has failed.
     error: str = ""
@@ -295,7 +295,7 @@ def installed() -> list[str]:
 
 
 def digest(parameter: torch.Tensor) -> str:
-    """Return what stands for the bits of a parameter."""
+    """Return a digest of the bits of a parameter."""
     import hashlib
 
     import deepspeed
@@ -307,7 +307,7 @@ def digest(parameter: torch.Tensor) -> str:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the variables of a process that finds what is found here and has this machine's processor alone."""
+    """Return the variables of a process that finds the same modules and has this machine's processor alone."""
     ours = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(filter(None, sys.path))
     kept = {name: value for name, value in os.environ.items() if name != "MEMASCEND_DEEPSPEED_TIERS"}
@@ -338,14 +338,14 @@ def forked(run: Run, rank: int, to: Path) -> int:
 
 
 def results(runs: list[Run]) -> list[list[dict[str, Any]]]:
-    """Do all runs, some at a time; what each rank of each has found."""
+    """Do all runs, some at a time; return the results of each rank of each."""
     waiting = [(run, index) for index, run in enumerate(runs)]
     found: list[list[Path]] = []
     running: dict[int, int] = {}
     for run, index in waiting:
         Path(run.folder).mkdir(parents=True, exist_ok=True)
         found.append([Path(run.folder) / f"found-{index}-{rank}" for rank in range(run.ranks)])
-        # Checkpoints are those of earlier runs.
+        # Checkpoints come from earlier runs.
         while running and (run.load or len(running) + run.ranks > AT_ONCE):
             ended(running)
         for rank, to in enumerate(found[-1]):
@@ -405,7 +405,7 @@ def ended(running: dict[int, int]) -> None:
 
 
 def preload() -> None:
-    """Import, and find out, what every run needs."""
+    """Import and prepare the needs of every run."""
     import cpuinfo
     import deepspeed
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -415,11 +415,11 @@ def preload() -> None:
         import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     about = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: about
-    # What memascend's parts import; they themselves are installed by each run.
+    # Imports of memascend's parts; each run installs the parts itself.
     for name in ("deepspeed.module_inject", "deepspeed.runtime.zero.stage3", "memascend"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # No collection of a run looks at, and so copies, what is here already.
+    # No collection of a run looks at, and so copies, present objects.
     gc.collect()
     gc.freeze()
 
@@ -428,7 +428,7 @@ def gloo_alone() -> None:
     """Have DeepSpeed compile no collectives.
 
     All runs of a user on a machine share the memory of these, by the name of their master's address and port: two runs
-    without such variables, or what one has left behind, stop each other.
+    without such variables, or the leftovers of one, stop each other.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -440,12 +440,12 @@ def gloo_alone() -> None:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run as the arguments say."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
     if sys.argv[1] == "--alone":
         import memascend.deepspeed  # noqa: F401
 
-        # Not within zero.Init, which changes what these change.
+        # Not within zero.Init, which changes the same functions.
         preload()
         (run,) = (Run(**options) for options in json.loads(Path(sys.argv[2]).read_text()))
         print(json.dumps(asdict(train(run))))

@@ -25,7 +25,7 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-#: The files, and how pytest selects from those of which only a part concerns offloading.
+#: The files, and pytest's selection where only a part concerns offloading.
 FILES: dict[str, tuple[str, ...]] = {
     "unit/v1/nvme": (),
     "unit/v1/pin_memory": (),
@@ -34,7 +34,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "unit/runtime/zero/test_zero_tensor_fragment.py": ("-k", "nvme"),
     # The rest of the file is of backward passes without offloading.
     "unit/v1/zero/test_zero_user_backward.py": ("-k", "offload"),
-    # What is left out expects a tensor on a GPU to be refused; without a GPU it does not come to an end.
+    # Excluded tests expect a tensor on a GPU to be refused; without a GPU they do not end.
     "unit/ops/adam/test_cpu_adam.py": ("-k", "not gpu_error"),
     "unit/runtime/half_precision/test_zero_optim_overflow.py": (),
     "unit/v1/half_precision/test_bf16.py": (),
@@ -48,13 +48,13 @@ GATHERING = {
 }
 
 #: Added to the copy of `unit/common.py`, which every worker imports. DeepSpeed finds that a processor without
-#: instructions for float16 cannot compute with it, and skips what is about fp16; PyTorch computes with it on all.
+#: instructions for float16 cannot compute with it, and skips tests of fp16; PyTorch computes with it on all.
 FLOAT16 = """
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 CPU_Accelerator.is_fp16_supported = lambda self: True
 """
 
-#: What pytest then prints.
+#: The output of pytest then.
 HANGED = b"Test hanged, exiting"
 
 #: Prints which parts of memascend are in force when deepspeed has been imported.
@@ -74,7 +74,7 @@ def environment(hook: str | None) -> dict[str, str]:
 
 
 def python(*arguments: str, hook: str | None = None) -> str:
-    """Return what Python prints."""
+    """Return the output of Python."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment(hook), stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 

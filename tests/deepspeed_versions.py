@@ -1,4 +1,4 @@
-"""Test memascend behind several versions of DeepSpeed, and compare what is trained with each.
+"""Test memascend behind several versions of DeepSpeed, and compare the training with each.
 
     python tests/deepspeed_versions.py [VERSION ...] [--folder FOLDER] [-k EXPRESSION]
 
@@ -6,7 +6,7 @@ Without versions: the first of each part of memascend, and the one that is insta
 FOLDER (build/deepspeed-versions) over the packages of the interpreter that runs this, with DeepSpeed from PyPI and
 nothing else; one that is there is used again.
 
-In each, the tests of `FILES` are run. What it trains is compared with the version that is installed:
+In each, the tests of `FILES` are run. Its training is compared with the installed version:
 losses, norms and weights have to be the same bits, unless they are different without memascend as well. The exit status
 is 1 if a test fails, if bits are different, or if nothing was compared.
 """
@@ -34,13 +34,13 @@ ROOT = TESTS.parent
 FIRST = ("0.18.0", "0.19.4", "0.19.5")
 #: Files of tests/integrations that run with each version.
 FILES = tuple(f"integrations/test_deepspeed_{name}.py" for name in ("training", "installing", "files", "adam"))
-#: What ranks find that is the same with every version.
+#: Results of ranks that are the same with every version.
 BITS = ("losses", "norms", "weights", "skipped")
 
 
 @dataclass
 class Result:
-    """What came of one version."""
+    """The results of one version."""
 
     version: str
     #: Numbers of tests, by their outcome.
@@ -70,7 +70,7 @@ def environment(folder: Path, version: str) -> Path:
         venv.create(folder / version, with_pip=True)
         ours = sysconfig.get_path("purelib", vars={"base": str(folder / version), "platbase": str(folder / version)})
         paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
-        # Its name puts it behind what the environment has itself.
+        # Its name puts it behind the environment's own packages.
         (Path(ours) / "packages.pth").write_text("".join(f"{path}\n" for path in paths))
     told = subprocess.run(
         [python, "-P", "-c", "from importlib.metadata import version; print(version('deepspeed'))"],
@@ -88,7 +88,7 @@ def environment(folder: Path, version: str) -> Path:
 
 
 def test(python: Path, version: str, folder: Path, expression: str) -> Result:
-    """Run the tests with one version; what came of them."""
+    """Run the tests with one version; return the results."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary, report = folder / f"tests-{version}", folder / f"tests-{version}.xml"
     report.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def test(python: Path, version: str, folder: Path, expression: str) -> Result:
 
 
 def result_of(version: str, folder: Path) -> Result:
-    """Read what the tests of a version have left."""
+    """Read the files that the tests of a version have left."""
     temporary, report = folder / f"tests-{version}", folder / f"tests-{version}.xml"
     result = Result(version)
     if not report.exists():
@@ -125,14 +125,14 @@ def result_of(version: str, folder: Path) -> Result:
 
 
 def bits(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what a rank has found that is the same with every version."""
+    """Return the results of a rank that are the same with every version."""
     # Of a step that is left out versions before 0.19.8 tell the norm of the step before, which is 0 at first.
     norms = [norm if 0 < norm < math.inf else None for norm in found["norms"]]
     return {name: found[name] for name in BITS} | {"norms": norms}
 
 
 def main() -> int:
-    """Do what the arguments say; the exit status."""
+    """Run as the arguments say; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "deepspeed-versions")

@@ -44,11 +44,11 @@ def run(
 
     Args:
         settings: of the runtime: see `Fake.set`.
-        computing: options of `memascend.offload` and `resume`; `device_memory="least"` is what a model needs.
-        without: the name in `OMISSIONS` of what is left out.
+        computing: options of `memascend.offload` and `resume`; `device_memory="least"` is the need of a model.
+        without: the name of an omission in `OMISSIONS`.
 
-    Of a dictionary, the result also has what is "left": what the runtime says of races, the collectives' among them,
-    and of what was not given back.
+    Of a dictionary, the result also has what is "left": races that the runtime reports, the collectives' among them,
+    and memory that was not given back.
     """
     own = folder / f"cudart{rank}-{os.getpid()}"
     own.mkdir(parents=True)
@@ -75,7 +75,7 @@ def _left(fake: fake_cuda.Fake) -> str:
     return ""
 
 
-# ---- what may be left out -----------------------------------------------------------------------------------
+# ---- omissions ----------------------------------------------------------------------------------------------
 
 
 def _gather_at_once() -> None:
@@ -126,12 +126,12 @@ OMISSIONS = {
 
 
 def evaluate(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """Run passes without gradients, so that the host waits for nothing of the device's but what it has to."""
+    """Run passes without gradients, so that the host waits for the device only where it has to."""
     return {"outputs": rank_programs.change_order(rank, ranks, folder, least=False)}
 
 
 def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
-    """Do what is refused on devices, and return what each error says, and what a warning says of a shared device."""
+    """Do refused things on devices, and return each error's text, and a warning about a shared device."""
     told: dict[str, str] = {}
 
     refuse = partial(rank_programs.note_refusal, told)

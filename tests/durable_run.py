@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LEAST: dict[str, Any] = {"allocator": "pageable"}
 STEPS = 4
-#: Optimizers' options, by what they are called in a test's name.
+#: Optimizers' options, by their labels in a test's name.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "8 bits": {"states": "8bit"},
@@ -26,9 +26,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True},
 }
 DURABILITIES = ("step", "every:2", "none")
-#: What of the states a budget keeps in memory.
+#: Share of the states that a budget keeps in memory.
 KEEPS = ("nothing", "some", "all")
-#: Optimizer, durability and what stays. All of them for AdamW; `make soak` runs the other optimizers with all too.
+#: Optimizer, durability and resident share. All of them for AdamW; `make soak` runs the other optimizers with all too.
 COMBINATIONS = [
     pytest.param(
         *(name, durability, keeps), marks=() if name == "adamw" or (of + at + kept) % 3 == 0 else pytest.mark.soak
@@ -108,7 +108,7 @@ class Run:
         return self
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Weights, states and buffers."""
+        """Return the weights, states and buffers."""
         found = dict(memascend.parameters_of(self.model))
         for key, states in self.optimizer.state_dict()["state"].items():
             found |= {f"{key}.{name}": value for name, value in states.items()}
@@ -122,14 +122,14 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def moved(model: nn.Module) -> tuple[int, int]:
-    """Bytes that the drives have read and written once everything under way is there."""
+    """Return the bytes that the drives have read and written once everything under way is there."""
     memascend.flush(model)
     stats = memascend.stats(model)
     return stats["ssd_bytes_read"], stats["ssd_bytes_written"]
 
 
 def traffic(model: nn.Module, go: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that the drives read and write in the course of `go`."""
+    """Return the bytes that the drives read and write in the course of `go`."""
     before = moved(model)
     go()
     read, written = (now - then for now, then in zip(moved(model), before, strict=True))
@@ -137,7 +137,7 @@ def traffic(model: nn.Module, go: Callable[[], object]) -> tuple[int, int]:
 
 
 def given(architecture: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module | None:
-    """The module for `resume`, with other weights, where it needs one."""
+    """Return the module for `resume`, with other weights, where it needs one."""
     if architecture in ("plain", "normed"):
         model = build(architecture, dtype)
         with torch.no_grad():

@@ -52,7 +52,7 @@ class Fake:
         function(value)
 
     def text(self, name: str) -> str:
-        """Return what went wrong, a line for each of the first few: of "race" or "misuse"."""
+        """Return the faults of kind "race" or "misuse", a line for each of the first few."""
         function = self._library[f"fake_{name}_text"]
         function.restype = ctypes.c_char_p
         return function().decode()
@@ -83,7 +83,7 @@ class Fake:
         function(self._kept(name), code)
 
     def access(self, address: int, nbytes: int, write: bool, name: str) -> None:
-        """Register an access of the computing stream, by what `name` says in the text of a race."""
+        """Register an access of the computing stream, called `name` in the text of a race."""
         self._name(self._kept(name))
         self._access(address, nbytes, write)
 

@@ -1,4 +1,4 @@
-"""Processes that find imported what takes seconds to import: each is forked from one that has imported it."""
+"""Processes with slow modules already imported: each is forked from one that has imported them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment in which a program finds what is found here."""
+    """Return the environment in which a program finds the same modules."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -35,7 +35,7 @@ def context() -> ForkServerContext:
     """Return how this process starts others that run a function of a module."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["forked_imports"])
-    # The server looks for modules where any program does, and leaves out without a word what it does not find.
+    # The server looks for modules where any program does, and silently leaves out modules that it does not find.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", variables()["PYTHONPATH"])
         forkserver.ensure_running()
@@ -44,7 +44,7 @@ def context() -> ForkServerContext:
 
 @cache
 def python() -> str:
-    """Return a program that takes the place of `python`: see forked_program.py, which also says what differs.
+    """Return a program that takes the place of `python`: see forked_program.py, which also lists the differences.
 
     Beside it is `memascend`. All processes of a test run share one server. With MEMASCEND_FRESH in the environment it
     is Python itself.

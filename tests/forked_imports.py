@@ -1,4 +1,4 @@
-"""Imports what takes seconds: for the processes that others are forked from (forked.py), and for nothing else."""
+"""Imports slow modules, for the processes that others are forked from (forked.py), and for nothing else."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MODULES = [
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for name in MODULES:
-        # What is not installed is not tested either.
+        # Modules that are not installed are not tested either.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
-# No collection of a process that is forked looks at, and so copies, what is here already.
+# No collection of a forked process looks at, and so copies, present objects.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""A server that runs Python programs: each in a process forked from it, which finds imported what takes seconds.
+"""A server that runs Python programs: each in a process forked from it, with slow modules imported.
 
 `python forked_program.py SOCKET` serves, in the background. It ends when no test process is connected any more.
 
@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-TYPE_CHECKING = False  # that of `typing`, whose import would cost every program time
+TYPE_CHECKING = False  # as in `typing`, whose import would cost every program time
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
@@ -76,7 +76,7 @@ class Server:
         """Serve until the last test process has gone."""
         while not self._begun or self._staying or self._running:
             for key, _ in self._select.select():
-                # What an earlier one of these events has ended is watched no more, and its number may be another's.
+                # A program that an earlier event has ended is watched no more, and its number may be another's.
                 if self._select.get_map().get(key.fd) is key:
                     self._do(key.data)
 
@@ -166,7 +166,7 @@ class Server:
         connection.close()
 
     def _forget(self) -> None:
-        """Close what is the server's, in the process of a program: no end of a connection must stay open there."""
+        """Close the server's descriptors, in the process of a program: no end of a connection must stay open there."""
         self._select.close()
         self._listening.close()
         for connection in self._staying:
@@ -211,7 +211,7 @@ def begin(words: list[str], directory: str, environment: dict[str, str]) -> NoRe
 
 
 def prepare(words: list[str], directory: str, environment: dict[str, str]) -> None:
-    """Do what the options of Python say, and execute."""
+    """Apply the options of Python, and execute."""
     import numpy
 
     os.chdir(directory)

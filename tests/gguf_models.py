@@ -22,7 +22,7 @@ TEXT = (
     "Größe, naïve, 東京 and π ≈ 3.14159!!\r\n" * 3
 )
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}"
-#: What llama.cpp knows to end a text, by its name.
+#: Tokens that llama.cpp knows to end a text, by name.
 ENDS = ("<|endoftext|>", "<|im_end|>", "</s>")
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +44,7 @@ def _splits(kind: str) -> Any:
 
 
 def over_bytes(kind: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer like that of GPT-2, whose texts are split as llama.cpp's `kind` splits them."""
+    """Return a tokenizer like GPT-2's, which splits texts as llama.cpp's `kind` does."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama-bpe"))
     tokenizer.pre_tokenizer = _splits(kind)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def over_bytes(kind: str) -> PreTrainedTokenizerFast:
 
 
 def with_byte_fallback(*, prefix: bool) -> PreTrainedTokenizerFast:
-    """Return a tokenizer like that of Llama 2, or of Gemma, which puts no space before a text."""
+    """Return a tokenizer like Llama 2's, or Gemma's, which puts no space before a text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     steps = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -133,7 +133,7 @@ def write_model(directory: Path, name: str) -> tuple[Any, PreTrainedTokenizerFas
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # Norms are ones or zeros, and biases zeros, which would hide what is wrong.
+            if parameter.dim() == 1:  # Norms are ones or zeros, and biases zeros, which would hide faults.
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     tokenizer = make()
     model.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Digests of what the kernels return for fixed inputs: equal on every instruction set and every architecture.
+"""Digests of the kernels' results for fixed inputs: equal on every instruction set and every architecture.
 
     python tests/kernel_digests.py            # compares with tests/kernels/digests.json; exit code 1 on a difference
     python tests/kernel_digests.py --write    # after a change that is meant to change results
@@ -135,7 +135,7 @@ def of_gradient(dtype: str, special: bool) -> str:
 
 
 def of_plane(index: int) -> str:
-    """Return the digest of 8-bit states, signed (0) or unsigned (1), and of what they are decoded to."""
+    """Return the digest of 8-bit states, signed (0) or unsigned (1), and of their decoded values."""
     plane = Rule("adamw", "8bit", "float32", True).planes[index]
     values = numbers(NUMEL, 6, "float32")
     if index:
@@ -170,7 +170,7 @@ def of_apollo(shape: tuple[int, int], rank: int | None, dtype: str) -> str:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield the name of each case and what computes its digest."""
+    """Yield the name of each case and the function that computes its digest."""
     for algorithm, states, (dtype, master), special in product(ALGORITHMS, STATES, WEIGHTS, (False, True)):
         name = f"{algorithm}, {states} states, {dtype}{'' if master else ' alone'}{', not finite' if special else ''}"
         yield name, partial(of_rule, algorithm, states, dtype, master, special)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 #: The file of a store in each of its directories.
 VOLUME = "memascend.volume"
-#: The least that mkfs takes, and a little more. Backing files are sparse: only what is written takes memory.
+#: The least that mkfs takes, and a little more. Backing files are sparse: only written blocks take memory.
 LEAST_BYTES = {"ext4": 32 * MIB, "xfs": 304 * MIB, "btrfs": 128 * MIB}
 
 
@@ -65,7 +65,7 @@ class LoopDevice:
 
 @contextlib.contextmanager
 def loop_device(size: int, sector: int = 512, backing: str | Path = "shm") -> Iterator[LoopDevice]:
-    """A device of `size` bytes on memory ("shm") or on a file in the directory `backing`."""
+    """Yield a device of `size` bytes on memory ("shm") or on a file in the directory `backing`."""
     with contextlib.ExitStack() as cleanup:
         if backing == "shm":
             file = os.memfd_create(f"device-{uuid.uuid4().hex}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -127,7 +127,7 @@ class Mounted:
 
     @property
     def free_bytes(self) -> int:
-        """What an ordinary user could still write."""
+        """Bytes that an ordinary user could still write."""
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
@@ -169,7 +169,7 @@ def mounted(kind: str, size: int, where: Path, sector: int = 512, features: str 
 
 @contextlib.contextmanager
 def overlaid(below: Path, where: Path) -> Iterator[Path]:
-    """An overlay on the new directory `where`, whose files come to lie in the directory `below`."""
+    """Yield an overlay on the new directory `where`, whose files come to lie in the directory `below`."""
     with contextlib.ExitStack() as cleanup:
         for name in ("lower", "upper", "work"):
             (below / name).mkdir()
@@ -287,15 +287,15 @@ class Child:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Return whether it has not ended yet."""
         return self._process.is_alive()
 
     def told(self) -> str:
-        """What it has printed so far."""
+        """Return its output so far."""
         return "".join(file.read_text() for file in self._files)
 
     def receive(self, seconds: float = 60) -> Any:
-        """What the child sends next."""
+        """Return the child's next message."""
         assert self.pipe.poll(seconds), f"nothing came in {seconds} s: {self.told()}"
         try:
             return self.pipe.recv()
@@ -303,7 +303,7 @@ class Child:
             raise AssertionError(f"it ended too early: {self.told()}") from None
 
     def wait(self, seconds: float = 60) -> Ended:
-        """How it ends by itself, in this time."""
+        """Return how it ends by itself, in this time."""
         self._process.join(seconds)
         assert self._process.exitcode is not None, f"it hangs: {self.told()}"
         return Ended(self._process.exitcode, *(file.read_text() for file in self._files))
@@ -321,7 +321,7 @@ def _begin(files: list[Path], pipe: Any, target: Callable[..., Any], arguments: 
 
 
 def run_script(source: str, words: list[str], environment: dict[str, str | None], seconds: float = 300) -> str:
-    """Run a script in a process of its own, which has PyTorch at once; return what it printed.
+    """Run a script in a process of its own, which has PyTorch at once; return its output.
 
     `words` are its arguments. `environment` sets variables, or removes those whose value is None.
     """

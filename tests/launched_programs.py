@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 launched_programs.py PROGRAM FOLDER [NUMBER ...]
 
-What a program returns is saved in FOLDER, by rank.
+The result of a program is saved in FOLDER, by rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Loop:
         self.norms: list[float] = []
 
     def go(self, batches: range | None = None) -> Loop:
-        """Train on what the loader gives; or on `batches`, numbers of all ranks, of which this one has its own."""
+        """Train on the loader's batches; or on `batches`, numbers of all ranks, where this one has its own."""
         accelerator = self.accelerator
         rank, ranks = accelerator.process_index, accelerator.num_processes
         own = () if batches is None else map(rank_runs.batch, batches[rank::ranks])
@@ -105,7 +105,7 @@ def loop_in_one_process(ranks: int, accumulate: int) -> dict[str, Any]:
 
 
 def refused_by_accelerate(folder: Path) -> dict[str, str]:
-    """Do what is refused, and return what each error says."""
+    """Do things that are refused, and return each error's text."""
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     alone = rank_runs.offload(rank_runs.build(), folder / str(rank), process_group=_group_of_one(rank))
@@ -125,7 +125,7 @@ def refused_by_accelerate(folder: Path) -> dict[str, str]:
 
 
 def rows(count: int, masked: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Sequences, of which some tokens are not trained on if they are `masked`: other numbers of them in each batch."""
+    """Return sequences; if `masked`, some tokens are not trained on: other numbers of them in each batch."""
     found = []
     for number in range(count):
         ids = torch.randint(0, TOKENS, (16,), generator=torch.Generator().manual_seed(number))
@@ -146,7 +146,7 @@ class Stop(TrainerCallback):
 
 
 class Untested(Trainer):
-    """A Trainer that was not tested over several processes, as those of TRL."""
+    """A Trainer that was not tested over several processes, as TRL's."""
 
     _over_ranks = False
 
@@ -213,7 +213,7 @@ def trainer_in_one_process(folder: Path, ranks: int, accumulate: int) -> dict[st
 
 
 def refused_by_the_trainer(folder: Path) -> dict[str, str]:
-    """Do what is refused, and return what each error says."""
+    """Do things that are refused, and return each error's text."""
     options = {"store": [f"{folder}/store{{rank}}"], "host_memory": "96MiB"}
     args = arguments(folder, MemascendArguments, 1, **options)
     told: dict[str, str] = {}

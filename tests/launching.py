@@ -47,7 +47,7 @@ def run_launched(
 def launch(
     program: Path, launcher: str, ranks: int, name: str, folder: Path, *numbers: int, python: str = ""
 ) -> list[Any]:
-    """Launch one of a file's programs, and return what it returns on each rank."""
+    """Launch one of a file's programs, and return its result on each rank."""
     done = run_launched(launcher, ranks, [str(program), name, str(folder), *map(str, numbers)], folder, python)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{name}.{rank}") for rank in range(ranks)]

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def opening(record: str = "start", **changed: Any) -> dict[str, Any]:
-    """The first record of a run on two drives."""
+    """Return the first record of a run on two drives."""
     return {
         "record": record,
         "time": 1.7e9,
@@ -57,7 +57,7 @@ def opening(record: str = "start", **changed: Any) -> dict[str, Any]:
 
 
 def step(number: int, **changed: Any) -> dict[str, Any]:
-    """The record of one step; its figures follow from its number."""
+    """Return the record of one step; its figures follow from its number."""
     return {
         "record": "step",
         "step": number,
@@ -87,7 +87,7 @@ def step(number: int, **changed: Any) -> dict[str, Any]:
 
 
 def end(**changed: Any) -> dict[str, Any]:
-    """The last record of a run."""
+    """Return the last record of a run."""
     classes = [[MIB, 3, 2 * MIB], [MIB // 4, 16, MIB]]
     return {"record": "end", "time": 1.7e9 + 600, "steps": 60, "store": {"host_classes_at_peak": classes}} | changed
 

@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
 VOLUME = "crates/memascend-nvme/src/volume"
-#: What of the repository cargo needs.
+#: Parts of the repository that cargo needs.
 SOURCES = ("Cargo.toml", "Cargo.lock", "crates", "rustfmt.toml", "README.md", "LICENSE")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A text of a file that is replaced, and what is then missing."""
+    """A text of a file that is replaced, and the step that is then missing."""
 
     missing: str
     file: str
@@ -110,7 +110,7 @@ MUTANTS = (
 
 
 def lives(mutant: Mutant) -> bool:
-    """Whether the tests pass with a mutation."""
+    """Return whether the tests pass with a mutation."""
     file = COPY / mutant.file
     original = file.read_text()
     if original.count(mutant.text) != 1:

@@ -1,4 +1,4 @@
-"""What tests need beyond the package. A test whose need is not met is skipped, or fails if MEMASCEND_REQUIRE names it.
+"""Needs of tests beyond the package. A test whose need is not met is skipped, or fails if MEMASCEND_REQUIRE names it.
 
 MEMASCEND_REQUIRE is a list such as `root,mkfs,peft`, or `all`, which is everything but `gpu`.
 """

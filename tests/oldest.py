@@ -15,13 +15,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-#: What cannot be beside the oldest versions of the others.
+#: Packages that cannot be beside the oldest versions of the others.
 LEFT_OUT = ("cupy", "nvidia")
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[Requirement]:
-    """Return what the package and these extras require, those of extras within extras too.
+    """Return the requirements of the package and these extras, extras within extras too.
 
     Raises SystemExit for an extra that there is not.
     """

@@ -1,4 +1,4 @@
-"""Numbers that the overflow check is tried with, and what PyTorch says of them."""
+"""Inputs of the overflow check, and PyTorch's verdicts on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 65_536
 SIZES = (0, 1, 2, 3, 7, 31, 33, 1023, 2048, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 129)
 
 
-#: Factors of which every product is exact, or rounded, or underflows.
+#: Factors whose products are exact, or rounded, or underflow.
 FACTORS = (1.0, 2.0**-16, 1 / 3, 3.5)
 
 
@@ -28,12 +28,12 @@ def numbers(numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> t
 
 
 def squares(*tensors: torch.Tensor) -> float:
-    """The reference: every square exact, added without rounding."""
+    """Return the reference: every square exact, added without rounding."""
     return math.fsum(square for tensor in tensors for square in (tensor.double() ** 2).flatten().tolist())
 
 
 def all_patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a 16-bit type; of fp32 every exponent with awkward mantissas, and both signs."""
+    """Return every bit pattern of a 16-bit type; of fp32 every exponent with awkward mantissas, and both signs."""
     if dtype != torch.float32:
         return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
     mantissas = [0, 1, 0x400000, 0x3FFFFF, 0x7FFFFF, 0x7FE000, 0x001000, 0x555555]
@@ -52,7 +52,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def unscaled_by_torch(tensors: list[torch.Tensor], factor: float) -> float:
-    """Unscale in place as torch's gradient scaler does; return what it found."""
+    """Unscale in place as torch's gradient scaler does; return its verdict."""
     # PyTorch 2.11 has no kernel for bfloat16 on a device.
     where = torch.device("cpu") if tensors[0].dtype == torch.bfloat16 else tensors[0].device
     found = torch.zeros(1, device=where)

@@ -1,7 +1,7 @@
-"""Pieces of programs over an offloaded model: what users of PyTorch do with parameters, gradients and buffers.
+"""Pieces of programs over an offloaded model: uses of parameters, gradients and buffers by users of PyTorch.
 
 Every piece is Python over the names that `twins.Side` gives. `$names` are drawn anew for every use: see `VALUES`.
-`kept` holds what a program keeps over time, `hooks` the handles of its hooks.
+`kept` holds objects that a program keeps over time, `hooks` the handles of its hooks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from textwrap import dedent
 
-#: What a `$name` of a piece stands for, the simplest first.
+#: Values for a `$name` in a piece, the simplest first.
 VALUES: dict[str, list[str]] = {
     "p": [
         "model.head.weight",

@@ -1,4 +1,4 @@
-"""What this process has open, and programs in processes of their own."""
+"""Open descriptors of this process, and programs in processes of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def native_threads() -> list[str]:
 
 
 def native_threads_end() -> bool:
-    """Whether no native thread is left. The kernel lists one that was joined for a moment more."""
+    """Return whether no native thread is left. The kernel lists one that was joined for a moment more."""
     deadline = time.monotonic() + 10
     while native_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -43,7 +43,7 @@ def native_threads_end() -> bool:
 
 
 def run_file(file: str | Path, *arguments: object, **variables: str) -> str:
-    """Run a file of the tests as a program that finds the modules found here, and return what it writes."""
+    """Run a file of the tests as a program that finds the same modules, and return its output."""
     command = [sys.executable, str(file), *map(str, arguments)]
     done = subprocess.run(command, env=forked.variables() | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

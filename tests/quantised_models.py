@@ -1,4 +1,4 @@
-"""Small models in the published forms of quantised weights, and what their libraries make of them in memory."""
+"""Small models in the published forms of quantised weights, and their values by their own libraries in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gpt_oss() -> nn.Module:
 
 
 def rewritten(model: nn.Module, directory: Path, described: dict[str, Any], pack: Callable[..., Any]) -> Path:
-    """Save a model, replace its matrices by what `pack(name, value)` makes of them, and describe the form."""
+    """Save a model, replace its matrices by `pack(name, value)`, and describe the form."""
     model.save_pretrained(directory)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in load_file(directory / WEIGHTS).items():
@@ -66,7 +66,7 @@ def rewritten(model: nn.Module, directory: Path, described: dict[str, Any], pack
 
 
 def to_blocks(value: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix to FP8 as DeepSeek does: a scale for each block, the last ones of which may be smaller."""
+    """Quantise a matrix to FP8 as DeepSeek does: a scale for each block; the last ones may be smaller."""
     grid = torch.empty(-(-value.shape[0] // rows), -(-value.shape[1] // width))
     codes = torch.empty(value.shape, dtype=torch.float8_e4m3fn)
     for row in range(grid.shape[0]):
@@ -98,7 +98,7 @@ def mxfp4(directory: Path) -> Path:
     def pack(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         if value.ndim == 2:
             return {name: value}
-        experts, width, rows = value.shape  # the model's is the transpose of what is stored
+        experts, width, rows = value.shape  # the model's is the transpose of the stored one
         blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=generator, dtype=torch.uint8)
         scales = torch.randint(118, 123, (experts, rows, width // 32), generator=generator, dtype=torch.uint8)
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
@@ -194,7 +194,7 @@ def _numbers(value: torch.Tensor, bits: int, order: torch.Tensor) -> tuple[torch
 
 
 def awq(directory: Path, wanted: dict[str, torch.Tensor]) -> Path:
-    """Pack a model as autoawq does; `wanted` gets what its `dequantize_gemm` computes."""
+    """Pack a model as autoawq does; `wanted` gets the result of its `dequantize_gemm`."""
 
     def pack(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         order = torch.arange(value.shape[1]) // 32
@@ -212,7 +212,7 @@ def awq(directory: Path, wanted: dict[str, torch.Tensor]) -> Path:
 
 
 def gptq(directory: Path, wanted: dict[str, torch.Tensor], bits: int = 4, packing: str = "gptq") -> Path:
-    """Pack a model as gptqmodel does, columns ordered by activations; `wanted` gets what its kernel computes."""
+    """Pack a model as gptqmodel does, columns ordered by activations; `wanted` gets the result of its kernel."""
     generator = torch.Generator().manual_seed(2)
 
     def pack(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Programs of ranks of which one is lost, and what goes on after it."""
+"""Programs of ranks that lose one, and the continuation after it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def resume(
 
 
 def train_or_resume(rank: int, ranks: int, folder: Path, steps: int, kind: str = "mixture", **training: Any) -> Any:
-    """Do what a script does that is started again after whatever stopped it."""
+    """Act as a script that is started again, whatever stopped it."""
     if memascend.can_resume(f"{folder}/store{{rank}}"):
         return resume(rank, ranks, folder, steps, kind=kind)
     # A rank may have the first step that another one lost.

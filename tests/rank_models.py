@@ -9,7 +9,7 @@ TOKENS, WIDTH, EXPERTS = 1024, 250, 4
 
 
 class MatrixLayer(nn.Module):
-    """Matrices of which no share has a whole number of channels, of one block, and so small that they are packed."""
+    """Matrices whose shares cut channels, matrices of one block, and some so small that they are packed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MatrixLayer(nn.Module):
         self.wide = nn.Linear(700, WIDTH, bias=False)
         #: As many rows as columns, and one block.
         self.square = nn.Linear(WIDTH, WIDTH)
-        #: Packed with what is small beside them; channels of both kinds.
+        #: Packed with small neighbours; channels of both kinds.
         self.down = nn.Linear(WIDTH, 9, bias=False)
         self.up = nn.Linear(9, WIDTH, bias=False)
         #: One of them is used by a batch.

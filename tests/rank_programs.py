@@ -54,7 +54,7 @@ def train(
     grouped: str = "world",
     **training: Any,
 ) -> Any:
-    """Train with `micro` batches on each rank; those of one moment lie beside one another."""
+    """Train with `micro` batches on each rank; simultaneous ones are neighbours."""
     groups: dict[str, Callable[[], Any]] = {
         "world": lambda: None,
         "group": lambda: dist.new_group(backend="gloo"),
@@ -99,7 +99,7 @@ def train_alone(rank: int, ranks: int, folder: Path) -> Any:
 
 
 def overflow(rank: int, ranks: int, folder: Path) -> Any:
-    """Have the gradients of one rank alone overflow, and tell what the steps of all did."""
+    """Have the gradients of one rank alone overflow, and report the steps of all."""
     model = offload(build(), folder)
     optimizer = memascend.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, nonfinite="skip")
     scaler = memascend.GradScaler(init_scale=256.0)
@@ -162,7 +162,7 @@ def update_between(rank: int, ranks: int, folder: Path, least: bool | str, flush
 
 
 class FrozenHead(nn.Module):
-    """Two layers, of which a backward pass needs the frozen one alone."""
+    """Two layers; a backward pass needs the frozen one alone."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def trace(rank: int, ranks: int, folder: Path, config: Any, budget: int, accumul
 
 
 def note_refusal(told: dict[str, str], name: str, do: Callable[[], Any]) -> None:
-    """Do what is to be refused, and note what the error says under its name."""
+    """Do something that must be refused, and record the error under its name."""
     try:
         do()
     except memascend.MemascendError as error:
@@ -255,7 +255,7 @@ def note_refusal(told: dict[str, str], name: str, do: Callable[[], Any]) -> None
 
 
 def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
-    """Do what is refused, and return what each error says."""
+    """Do things that are refused, and return each error's text."""
     told: dict[str, str] = {}
 
     refused = partial(note_refusal, told)
@@ -311,7 +311,7 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
 
 
 def on_device(rank: int, ranks: int, folder: Path, doing: str, library: Path, **options: Any) -> Any:
-    """Run another program, of which models compute on a simulated device: see `devices_of_ranks`."""
+    """Run another program whose models compute on a simulated device: see `devices_of_ranks`."""
     import devices_of_ranks  # Not for every program: it has memascend look for CUDA.
 
     program = PROGRAMS.get(doing) or getattr(devices_of_ranks, doing)
@@ -319,7 +319,7 @@ def on_device(rank: int, ranks: int, folder: Path, doing: str, library: Path, **
 
 
 def on_gpus(rank: int, ranks: int, folder: Path, doing: str, computing: dict[str, Any], **options: Any) -> Any:
-    """Run another program, of which models compute on a real device: each rank has its own, if there are enough."""
+    """Run another program whose models compute on a real device: each rank has its own, if there are enough."""
     OPTIONS.update({"allocator": "auto", "device": f"cuda:{rank % torch.cuda.device_count()}"} | computing)
     return PROGRAMS[doing](rank, ranks, folder, **options)
 
@@ -408,7 +408,7 @@ def start(program: str, ranks: int, folder: Path, attempt: str = "", **options: 
 
 
 def results_of(processes: list[Any], folder: Path, attempt: str = "", victim: int | None = None) -> list[Any]:
-    """Wait for the ranks, and return what the program returns there; the exit code of one that was killed.
+    """Wait for the ranks, and return the program's results; the exit code of one that was killed.
 
     The `victim` is killed once the others have ended.
     """
@@ -426,7 +426,7 @@ def results_of(processes: list[Any], folder: Path, attempt: str = "", victim: in
 
 
 def run(program: str, ranks: int, folder: Path, attempt: str = "", **options: Any) -> list[Any]:
-    """Run a program on every rank, and return what it returns there."""
+    """Run a program on every rank, and return its results."""
     processes = start(program, ranks, folder, attempt, **options)
     return results_of(processes, folder, attempt, options.get("victim"))
 
@@ -434,5 +434,5 @@ def run(program: str, ranks: int, folder: Path, attempt: str = "", **options: An
 def in_one_process(
     ranks: int, steps: int = 2, dtype: str = "float32", micro: int = 1, kind: str = "mixture", **training: Any
 ) -> Any:
-    """Train in memory what `train` does on several ranks, with as many micro-batches."""
+    """Train in memory as `train` does on several ranks, with as many micro-batches."""
     return Run(build(dtype, kind=kind), ranks * micro, range(ranks * micro), **training).go(steps).result()

@@ -32,7 +32,7 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of experts, of which a batch uses one: which one is a matter of its tokens."""
+    """A layer of experts; a batch uses one of them, which depends on its tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def _optimizer(
 
 
 class Run:
-    """A training loop in which each step has `parts` batches, of which this process takes those in `mine`.
+    """A training loop in which each step has `parts` batches, and this process takes the ones in `mine`.
 
     It takes the mean of those in the loss, or in the update.
     """
@@ -155,7 +155,7 @@ class Run:
             for part in self.mine:
                 number = step * self.parts + part
                 loss = loss_of(self.model, number)
-                # Ranks take the mean of what they have each.
+                # Ranks take the mean of their values.
                 self.scaler.scale(loss if self.divides_in_update else loss / len(self.mine)).backward()
                 self.losses[number] = loss.item()
             self.scaler.unscale_(self.optimizer)

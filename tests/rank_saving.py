@@ -1,4 +1,4 @@
-"""Programs of ranks that save, load, keep and delete what they have trained."""
+"""Programs of ranks that save, load, keep and delete trained models."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def change_between(rank: int, ranks: int, folder: Path, kind: str, **training: A
 
 
 def load_states(rank: int, ranks: int, folder: Path, source: str, dtype: str, states: str = "float32") -> Any:
-    """Load weights and states of a checkpoint, and train on; the result also has what was loaded, and bytes read."""
+    """Load weights and states of a checkpoint, and train on; the result also has the loaded values, and bytes read."""
     lengths: list[int] = []
     load = FileSystemReader.read_data
 
@@ -150,7 +150,7 @@ def load_states(rank: int, ranks: int, folder: Path, source: str, dtype: str, st
 
 
 def load_damaged(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """Load checkpoints of which one rank's files are not those of the other, and return what each error says."""
+    """Load checkpoints whose files differ between ranks, and return each error's text."""
     told: dict[str, Any] = {}
     model = offload(build(), folder)
     run = Run(model, ranks, range(rank, ranks, ranks)).go(1)

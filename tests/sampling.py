@@ -39,7 +39,7 @@ def picked(cases: Sequence[Sequence[str]], count: int) -> list[int]:
 
 
 def values_of(item: pytest.Item) -> list[str]:
-    """Return what tells a case from its siblings: the ids of its parameters' values."""
+    """Return the identity of a case among its siblings: the ids of its parameters' values."""
     identity = item.nodeid.partition("[")[2].removesuffix("]")
     return identity.split("-")
 
@@ -59,7 +59,7 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of a collection what a sampled run does without, if this is one."""
+    """Leave cases out of a collection, if this is a sampled run."""
     if os.environ.get(VARIABLE) == "1":
         out = left_out(items)
         config.hook.pytest_deselected(items=out)

@@ -1,4 +1,4 @@
-"""A device on the CPU: its memory is the process's, its streams are those of `fake_cudart.c`.
+"""A device on the CPU: its memory is the process's, its streams come from `fake_cudart.c`.
 
 PyTorch computes at once, on the CPU; copies run as late as the simulated streams let them. Every access of the
 computation is told to the streams' race detector by `Accesses`, so that a wait that is missing is found whatever came
@@ -45,15 +45,15 @@ class SimulatedDevice(ComputeDevice):
         self.fake = Fake()
         self.fake.set("device_memory", total)
         self.total = total
-        #: What PyTorch's allocator was limited to.
+        #: The limit of PyTorch's allocator.
         self.limited: int | None = None
-        #: Bytes that were reserved and are in use, those that PyTorch would keep after their use until its cache is
-        #: emptied, and those of other processes.
+        #: Reserved bytes in use, bytes that PyTorch would keep after their use until its cache is emptied, and bytes of
+        #: other processes.
         self.live = self.cached = self.others = 0
 
     @property
     def identity(self) -> str:
-        """Identifies the device among those of all processes."""
+        """Identifies the device among the devices of all processes."""
         return self._identity
 
     @property
@@ -66,7 +66,7 @@ class SimulatedDevice(ComputeDevice):
         return self.fake.get("computing")
 
     def memory(self) -> tuple[int, int]:
-        """Return (free, total) bytes; what is cached counts as free."""
+        """Return (free, total) bytes; cached ones count as free."""
         return self.total - self.others - self.live, self.total
 
     def reserve(self, nbytes: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class SimulatedDevice(ComputeDevice):
         self.cached += nbytes
 
     def empty_cache(self) -> None:
-        """Forget what is cached."""
+        """Empty the cache."""
         self.cached = 0
 
     @property
@@ -150,8 +150,8 @@ class SimulatedSums(BlockSums):
 class Accesses(TorchDispatchMode):
     """While it is entered, tells the computing stream's accesses to the race detector, in backward passes too.
 
-    Memory is written to where it is allocated, by `empty` too: it may be what was computed with until now, since
-    PyTorch gives device memory out again in the order of the computing stream only.
+    Memory is written to where it is allocated, by `empty` too: it may have been in use until now, since PyTorch gives
+    device memory out again in the order of the computing stream only.
 
     A tensor that is not contiguous counts with all bytes from its first element to its last. Page-locked memory is the
     host's; other tensors of the host cannot be told from the device's.
@@ -168,7 +168,7 @@ class Accesses(TorchDispatchMode):
         schema = func._schema
         if func.is_view or torch.Tag.inplace_view in func.tags or schema.name in WITHOUT_DATA:
             return func(*args, **kwargs)
-        # What is made like another tensor does not read it.
+        # A tensor made like another one does not read it.
         reads = not schema.name.endswith("_like") and not schema.name.startswith("aten::new_")
         for argument, value in _arguments(schema, args, kwargs):
             writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -196,7 +196,7 @@ def _arguments(schema: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tup
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Return the bytes from a tensor's first element to its last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

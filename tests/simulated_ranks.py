@@ -1,8 +1,8 @@
 """Ranks in one process: threads that run one at a time by a clock of their own, and messages that come late or never.
 
-What runs is the code of real ranks, with a `Transport` in the place of torch.distributed. A seed decides who runs when,
+The code of real ranks runs, with a `Transport` in the place of torch.distributed. A seed decides who runs when,
 how long each message takes, and so which overtakes which. A rank is lost by `Lost`, raised at one of its instants;
-what it does afterwards has no effect, and what it had not sent by then is never sent.
+its later acts have no effect, and its unsent messages are never sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lost(BaseException):
 
 
 class Fault(AssertionError):
-    """The ranks have done what must not happen."""
+    """The ranks have done something that must not happen."""
 
 
 class Simulation:
@@ -75,7 +75,7 @@ class Simulation:
     # ---- threads and time -------------------------------------------------------------------------------
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run `program(rank)` on every rank; what each has returned, or the exception that it has ended with.
+        """Run `program(rank)` on every rank; return each result, or the exception that ended it.
 
         Raises Fault where bytes went to the wrong place, or a rank was still running at the end.
         """
@@ -152,7 +152,7 @@ class Simulation:
                 self._turns[rank].acquire()
 
     def _go(self, rank: int, lost: bool) -> None:
-        """End a rank: its connections close, and what it had not sent, if it is lost, is never sent."""
+        """End a rank: its connections close, and, if it is lost, its unsent messages are never sent."""
         self.gone[rank] = self.now
         self._newest[rank] += 1
         for collective in self.collectives.values():
@@ -164,14 +164,14 @@ class Simulation:
 
 
 class Collective:
-    """What all ranks do together once: each sends to each, and has its result when all of that is there."""
+    """One collective: each rank sends to each, and has its result when all messages have arrived."""
 
     def __init__(self, simulation: Simulation, what: tuple[Any, ...]) -> None:
-        """No rank has begun."""
+        """Begin without any rank."""
         self.simulation, self.what = simulation, what
         size = simulation.size
         self.sent: list[Any] = [None] * size
-        #: By sender and receiver; infinity for what is not sent yet, and for what never is.
+        #: By sender and receiver; infinity for messages that are not sent yet, or never.
         self.leaves = np.full((size, size), np.inf)
         self.arrives = np.full((size, size), np.inf)
         self.began: dict[int, float] = {}
@@ -184,7 +184,7 @@ class Collective:
         self._results: Any = None
 
     def begin(self, rank: int, sent: Any) -> None:
-        """Send what a rank has for the others."""
+        """Send a rank's messages to the others."""
         simulation, size = self.simulation, self.simulation.size
         self.sent[rank] = sent
         self.began[rank] = simulation.now
@@ -217,7 +217,7 @@ class Collective:
                 self.simulation._wake(other, min(until, self.ready[other]))
 
     def result(self, join: Callable[[list[Any]], Any]) -> Any:
-        """Return what all have sent, joined; once for all ranks."""
+        """Return the messages of all, joined; once for all ranks."""
         if self._results is None:
             self._results = join(self.sent)
         return self._results
@@ -249,7 +249,7 @@ class Work:
     """One rank's side of a collective, as torch.distributed returns it."""
 
     def __init__(self, collective: Collective, rank: int, finish: Callable[[Collective], None]) -> None:
-        """`finish` takes the result in."""
+        """Wait for a result, which `finish` takes in."""
         self._collective, self._rank, self._finish = collective, rank, finish
         self._over = False
 
@@ -270,7 +270,7 @@ class Work:
             raise RuntimeError("[simulated.cc:1] Connection closed by peer. Or no answer in time")
 
     def is_completed(self) -> bool:
-        """Whether it has ended or failed."""
+        """Return whether it has ended or failed."""
         return self._over
 
 
@@ -280,13 +280,13 @@ class Group:
     group_name = "simulated"
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
-        """The group of all ranks."""
+        """Make the group of all ranks."""
         self.simulation, self.rank = simulation, rank
         #: How many collectives the rank has begun.
         self.begun = 0
 
     def get_group_store(self) -> Group:
-        """The group is its own store of keys."""
+        """Return the group is its own store of keys."""
         return self
 
     def set(self, key: str, value: str) -> None:
@@ -306,7 +306,7 @@ class Group:
         return int(self.simulation.keys[key])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values."""
+        """Return whether all keys have values."""
         self._ask()
         return all(key in self.simulation.keys for key in keys)
 
@@ -316,7 +316,7 @@ class Group:
             raise RuntimeError("Connection reset by peer")
 
     def begin(self, what: tuple[Any, ...], sent: Any, finish: Callable[[Collective], None]) -> Work:
-        """Begin the next collective, `what` of which has to be the same on all ranks."""
+        """Begin the next collective; its `what` has to be the same on all ranks."""
         simulation = self.simulation
         simulation.instant()
         collective = simulation.collectives.get(self.begun)
@@ -332,7 +332,7 @@ class Group:
 
 
 class Transport:
-    """What ranks use of torch.distributed."""
+    """Functions of torch.distributed that ranks use."""
 
     ProcessGroup = Group
 
@@ -363,7 +363,7 @@ class Transport:
     def all_to_all_single(
         received: torch.Tensor, sent: torch.Tensor, wanted: list[int], counts: list[int], group: Group, async_op: bool
     ) -> Work:
-        """Have `received` be what all ranks have sent to this one."""
+        """Fill `received` with the bytes that all ranks have sent to this one."""
         assert async_op
 
         def finish(done: Collective) -> None:
@@ -381,7 +381,7 @@ class Transport:
 
 
 class Clock:
-    """What ranks use of the time module."""
+    """Functions of the time module that ranks use."""
 
     def __init__(self, simulation: Simulation) -> None:
         """Show the time of a simulation."""
@@ -397,7 +397,7 @@ class Uncounted(dict):
     """How many `Ranks` a group has had: all are made in this process, and each is the first of its rank."""
 
     def __missing__(self, _: str) -> int:
-        """None yet."""
+        """Return none yet."""
         return 0
 
     def __setitem__(self, *_: Any) -> None:

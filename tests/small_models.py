@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-#: Widths are divided by the first of these with which a model can be built and trained. A common divisor keeps what
-#: architectures want of their widths: heads that divide them, stages that double them.
+#: Widths are divided by the first of these with which a model can be built and trained. A common divisor keeps the
+#: relations between widths: heads that divide them, stages that double them.
 DIVISORS = (16, 32, 8, 4, 2)
 PARAMETERS_MAX = 25_000_000
 LAYERS = 2
@@ -68,7 +68,7 @@ def enlarge_vocabularies(tokens: int) -> None:
 
 
 def configurations(model_type: Any) -> Iterator[PreTrainedConfig]:
-    """Yield small configurations of an architecture; raise what is raised if there is none."""
+    """Yield small configurations of an architecture; raise the last error if there is none."""
     default = model_type.config_class()
     error: Exception | None = None
     for divisor in DIVISORS:
@@ -168,7 +168,7 @@ class Inputs:
         self.needed |= {getattr(model, "main_input_name", "input_ids")} & self.accepted
 
     def candidates(self) -> Iterator[dict[str, Any]]:
-        """Yield what could be the inputs but for labels, the fullest first, in several shapes."""
+        """Yield candidates for the inputs without labels, the fullest first, in several shapes."""
         unknown = sorted(self.needed - FORMS.keys())
         if unknown:
             raise ValueError(f"there is no rule for the input {', '.join(unknown)}")
@@ -183,7 +183,7 @@ class Inputs:
                 yield {name: FORMS[name][min(number, len(FORMS[name]) - 1)](self) for name in sorted(names)}
 
     def labels(self) -> Iterator[dict[str, Any]]:
-        """Yield what the labels could be; none, in the end."""
+        """Yield candidates for the labels; none, in the end."""
         for labels in LABELS if "labels" in self.accepted else LABELS[-1:]:
             yield labels(self)
 
@@ -256,7 +256,7 @@ def _boxes(inputs: Inputs) -> dict[str, Any]:
     return {"labels": [{"class_labels": torch.tensor([0, 1]), "boxes": boxes} for _ in range(inputs.rows)]}
 
 
-#: What labels may be; none, in the end.
+#: Kinds of labels; none, in the end.
 LABELS: list[Callable[[Inputs], dict[str, Any]]] = [
     lambda inputs: {"labels": inputs.tokens()},
     lambda inputs: {"labels": torch.arange(inputs.rows) % 2},
@@ -268,7 +268,7 @@ LABELS: list[Callable[[Inputs], dict[str, Any]]] = [
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    """Return the tensors among what a model was given or has returned."""
+    """Return the tensors among a model's arguments or results."""
     return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 

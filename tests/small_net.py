@@ -48,7 +48,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> t
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """All parameters, gradients and buffers, read as a program reads them."""
+    """Return all parameters, gradients and buffers, read as a program reads them."""
     return {
         **{name: parameter.detach().clone() for name, parameter in model.named_parameters()},
         **{f"gradient of {name}": None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},

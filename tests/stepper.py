@@ -1,4 +1,4 @@
-"""A model in a process of its own, which is told what to do a step at a time."""
+"""A model in a process of its own, which runs commands a step at a time."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def weights_equal(model: nn.Module, steps: int) -> bool:
 
 
 def by_steps(pipe: Any, store: Path, engine: str = "auto", host_memory: str | None = None) -> None:
-    """Do what the pipe asks for with an offloaded model, and answer (errno or None, message) of each."""
-    # A processor that does not compute in bfloat16 has a warning of its own, which is not what `ends` looks for.
+    """Execute the commands of the pipe on an offloaded model, and answer (errno or None, message) of each."""
+    # A processor that does not compute in bfloat16 has a warning of its own, which `ends` does not look for.
     logging.getLogger("memascend").setLevel(logging.ERROR)
     model = tiny.build("llama")
     options = {"engine": engine, "allocator": "pageable"}

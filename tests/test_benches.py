@@ -1,4 +1,4 @@
-"""The benchmark of the CUDA path runs without a GPU, that of ranks without DeepSpeed; their sums are right."""
+"""The benchmarks of the CUDA path and of ranks run without a GPU or DeepSpeed; their sums are right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(BENCHES / "gpu.py"), *map(str, words)], capture_output=True, text=True)
 
 
-@pytest.mark.timeout(900)  # a dozen processes, each of which imports PyTorch and transformers
+@pytest.mark.timeout(900)  # a dozen processes, and each imports PyTorch and transformers
 def test_the_smoke_runs_on_the_cpu(tmp_path: Path) -> None:
     """One section of it: all take a minute."""
     out = tmp_path / "smoke.json"
@@ -115,7 +115,7 @@ def test_what_is_at_the_limits_passes() -> None:
         ("step", 0, {"waits_per_step": STEP["waits_per_step"] | {"forward": 1}}, 1),
         ("activations", 2, {"allocated_bytes": 54}, 1),
         ("activations", 2, {"step_s": 1.04}, 1),
-        # Without what it is compared with there is no verdict.
+        # Without its peer there is no verdict.
         ("activations", 0, {"failed": "no room"}, 0),
     ],
 )
@@ -125,7 +125,7 @@ def test_what_is_beyond_a_limit_fails(section: str, number: int, worse: dict, nu
     assert verdicts(rows).count(False) == number_failed
 
 
-@pytest.mark.timeout(900)  # four processes, each of which imports PyTorch and transformers
+@pytest.mark.timeout(900)  # four processes, and each imports PyTorch and transformers
 def test_what_ranks_send_is_counted(tmp_path: Path) -> None:
     out = tmp_path / "ranks.json"
     words = ["--model", "tiny", "--systems", "memascend", "--host-memory", "least", "--steps", "3", "--tokens", "16"]
@@ -135,7 +135,7 @@ def test_what_ranks_send_is_counted(tmp_path: Path) -> None:
     (entry,) = json.loads(out.read_text())["runs"]
     for rank in entry["rounds"][0]["raw"]:
         counted = sum(step["network_bytes"] for step in rank["steps"])
-        # The comparisons of the order and what is agreed on come on top of weights and gradients.
+        # Comparisons of the order and agreements come on top of weights and gradients.
         assert 1 < counted / rank["network_bytes_sent"] < 1.001
     assert 0 < entry["step_peak_bytes"] < 4e8 and entry["ssd_bytes_written"] > entry["numel"]
     assert str(tmp_path) not in out.read_text()

@@ -1,4 +1,4 @@
-"""The command for a machine with a GPU: its stages' limits, what it refuses, and the arithmetic of probe and floor."""
+"""The command for a machine with a GPU: its stages' limits, its refusals, and the arithmetic of probe and floor."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_directory_that_the_user_names_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_stage_out_of_time_takes_none_of_the_next(tmp_path: Path) -> None:
-    """Also what it has started in a session of its own, and what does not end when asked, is killed."""
+    """Processes in sessions of their own, and those that do not end when asked, are killed too."""
     seen = tmp_path / "seen"
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     alive = f"{stubborn}\nwhile True: open({str(seen)!r}, 'a').write('x'); time.sleep(0.05)"
@@ -269,7 +269,7 @@ def test_the_floor_is_the_slowest_part_and_the_gap_is_named() -> None:
     )
     assert (told["bound_by"], told["floor_s"], told["of_floor"], told["gap_s"]) == ("h2d", 2.0, 2.0, 2.0)
     assert list(told["where_s"])[:3] == ["h2d", "compute", "ssd_read"]
-    # Of the waits for the drive (0.25 of 0.5 s) nothing is beyond what it had to do.
+    # Of the waits for the drive (0.25 of 0.5 s) nothing is beyond its work.
     assert told["waits_beyond_s"] == pytest.approx({"flops": 0.5, "h2d": 0.25})
     assert told["not_measured"] == []
 

@@ -1,4 +1,4 @@
-"""Programs that are forked run as `python` runs them, and find imported what takes seconds."""
+"""Forked programs run as `python` runs them, and find slow modules imported."""
 
 from __future__ import annotations
 

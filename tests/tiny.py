@@ -264,7 +264,7 @@ def generated(model: nn.Module, architecture: str) -> torch.Tensor:
 
 
 def assert_same(actual: Trace, expected: Trace) -> None:
-    """Bit for bit, and say what differs first."""
+    """Bit for bit, and name the first difference."""
     for kind in ("losses", "norms", "logits"):
         ours, theirs = getattr(actual, kind), getattr(expected, kind)
         assert len(ours) == len(theirs) > 0 or kind == "norms"

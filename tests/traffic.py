@@ -36,7 +36,7 @@ def saved(config, folder):
 def settle(state):
     """Wait until nothing moves: a window between two such moments holds whole steps.
 
-    What the step could not begin yet, since updates of the backward pass still had the buffers, begins now.
+    Fetches that the step could not begin, since updates of the backward pass still had the buffers, begin now.
     """
     _wait(state)
     state.streamer.start_next_pass()
@@ -69,7 +69,7 @@ def steps(model, optimizer, count, accumulate, batch, tokens, vocabulary):
 
 
 def assert_measured(found, seen, fewer_reads=0.03, fewer=0.03):
-    """What is forecast of host memory, the store and a step's traffic is what `traffic.steps` returned of a run.
+    """Compare the forecast of host memory, store and traffic with a run's, as `traffic.steps` returned them.
 
     A run may read less than is forecast, by up to `fewer_reads`, and read and write less by up to `fewer`. If it may do
     so without a limit, its store may have less too.

@@ -44,7 +44,7 @@ VOCABULARY = 256
 
 
 def build() -> LlamaForCausalLM:
-    """A model with dropout, so that random numbers matter."""
+    """Return a model with dropout, so that random numbers matter."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **tiny.SMALLEST_DECODER | {"vocab_size": VOCABULARY}, tie_word_embeddings=False, attention_dropout=0.1
@@ -61,7 +61,7 @@ def data(count: int = 24) -> list[dict[str, torch.Tensor]]:
 def make(
     model: Any, folder: Path, offload: bool | None = None, cls: type = Trainer, callbacks: Any = (), **arguments: Any
 ) -> Any:
-    """A Trainer in `folder`; with `offload`, one that offloads the model itself."""
+    """Return a Trainer in `folder`; with `offload`, one that offloads the model itself."""
     arguments = ARGUMENTS | arguments
     if offload:
         args: Any = MemascendArguments(str(folder), **{"host_memory": "64MiB"} | arguments)
@@ -81,7 +81,7 @@ def interrupted(trainer: Any) -> None:
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged, without times and figures, and without the mean loss of what one process has trained."""
+    """Return the log, without times and figures, and without the mean loss of one process."""
     return [
         {name: value for name, value in entry.items() if not re.search("runtime|per_second|memascend/", name)}
         for entry in trainer.state.log_history

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 LR = 3e-3
-#: What an optimizer may be given: the dtype of the weights, and whether they have masters.
+#: Cases for an optimizer: the dtype of the weights, and whether they have masters.
 WEIGHTS = {
     "fp32": (torch.float32, True),
     "bf16": (torch.bfloat16, True),

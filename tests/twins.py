@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """What transformers call the base model."""
+    """The base model, as transformers calls it."""
 
     def __init__(self, twins: Twins) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Body(nn.Module):
 
 @dataclass
 class Output:
-    """What a forward pass returns."""
+    """The result of a forward pass."""
 
     loss: torch.Tensor
     logits: torch.Tensor
@@ -125,9 +125,9 @@ class StopHere(Exception):
     """An error of the program that runs on both copies."""
 
 
-#: What ours may refuse although PyTorch in memory does it: a pattern of the message, and whether it comes in the middle
-#: of a pass, which may then have written buffers and some of the gradients. The copy in memory leaves it out, and both
-#: go on equal: after a refusal in a pass with ours' buffers, and without gradients.
+#: Allowed refusals where PyTorch in memory works: a pattern of the message, and whether it comes in the middle of a
+#: pass, which may then have written buffers and some of the gradients. The copy in memory leaves it out, and both go on
+#: equal: after a refusal in a pass with ours' buffers, and without gradients.
 REFUSED = {
     "used twice in one autocast block": True,
     "no buffer of .* is free for .* raise host_memory to": True,
@@ -224,15 +224,15 @@ class Side:
         return None
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of all parameters, read as a program reads them."""
+        """Return the copies of all parameters, read as a program reads them."""
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor | str | None]:
-        """Copies of all gradients, but of those that a step has consumed."""
+        """Return the copies of all gradients, but of those that a step has consumed."""
         return {name: _gradient(parameter) for name, parameter in self.model.named_parameters()}
 
     def cheap(self) -> dict[str, Any]:
-        """What can be compared without reading a weight."""
+        """Return values that can be compared without reading a weight."""
         return {
             **{f"buffer {name}": buffer.clone() for name, buffer in self.model.named_buffers()},
             **{f"requires_grad of {name}": p.requires_grad for name, p in self.model.named_parameters()},
@@ -261,7 +261,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | str | None:
 
 
 def _strip(error: BaseException | None) -> None:
-    """Let go of what the frames of an exception hold."""
+    """Release the objects that the frames of an exception hold."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
@@ -277,7 +277,7 @@ def stop(kind: type[BaseException] = StopHere) -> Any:
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
-    """Run a function in another thread, and raise what it raises."""
+    """Run a function in another thread, and raise its exception."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
 
@@ -305,7 +305,7 @@ class Twins:
     watched: bool = True
 
     def __post_init__(self) -> None:
-        # In memory where that is possible: what a drive does to a store is tested elsewhere.
+        # In memory where that is possible: faults of drives are tested elsewhere.
         memory = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="twins", dir=memory if memory.is_dir() else None))
         self.counts = collections.Counter(same=0, refused=0)
@@ -398,7 +398,7 @@ class Twins:
             self.forget_pass()
 
     def forget_pass(self) -> None:
-        """Go on equal after a pass that ours refused in the middle: without gradients, with what a forward writes."""
+        """Go on equal after a pass that ours refused in the middle: without gradients, with written buffers."""
         for side in (self.ours, self.theirs):
             side.model.zero_grad()
             if "hook" in side.names:
@@ -441,7 +441,7 @@ class Twins:
 
     def _resumed(self, model: nn.Module, _optimizer: Any) -> tuple[nn.Module, Any]:
         # Within a step a run goes back to the step before (durable/test_whole_steps.py). The copy in memory cannot:
-        # both go on from what they have.
+        # both go on from their present state.
         memascend.offload_of(model).generations._forget_moment()
         memascend.close(model)
         given = self.build()
@@ -459,7 +459,7 @@ class Twins:
     # ---- text -------------------------------------------------------------------------------------------
 
     def changed_options(self) -> dict[str, Any]:
-        """The options that are not as usual."""
+        """Return the options that are not as usual."""
         return {name: value for name, value in asdict(self).items() if value != getattr(type(self), name)}
 
 
@@ -478,14 +478,14 @@ def _prototype(**options: Any) -> Model:
 
 
 def _as_if_resumed(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    """What resuming leaves in memory: gradients are not kept, and the new model is in training mode."""
+    """Return the model as if resumed: without gradients, and in training mode."""
     model.zero_grad()
     model.train()
     return model, optimizer
 
 
 def _nothing() -> None:
-    """Ours has something to flush; a model in memory has not."""
+    """Do nothing: ours has something to flush, a model in memory has not."""
 
 
 def _told(error: BaseException | None) -> str:

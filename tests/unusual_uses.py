@@ -68,7 +68,7 @@ def made(use: str) -> nn.Module:
 
 
 def train(model: nn.Module, use: str) -> list[torch.Tensor]:
-    """Train a model of `made` with one of `USES`; returns its weights, and what the program has seen of them."""
+    """Train a model of `made` with one of `USES`; returns its weights, and the values that the program has seen."""
     model.seen = []
     hooked(use, model)
     halves = list(model.layers[:2].parameters()), list(model.layers[2:].parameters())

@@ -1,4 +1,4 @@
-"""What `make wheels` looks for in the wheels that it has built, beside what other programs check; prints their sizes.
+"""Checks of `make wheels` on built wheels, beside the checks of other programs; prints their sizes.
 
 python tests/wheel_contents.py dist/release
 """

@@ -1,4 +1,4 @@
-"""`python -m device`, with `benches` on PYTHONPATH: the stages that ONLY names, and a table of what came of them."""
+"""`python -m device`, with `benches` on PYTHONPATH: the stages that ONLY names, and a table of their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .summary import table
 
 
 def stop(number: int, frame: object) -> None:
-    """End a run that is asked to end as Ctrl-C does: what was measured is kept."""
+    """End a run that is asked to end as Ctrl-C does: measurements are kept."""
     raise KeyboardInterrupt
 
 

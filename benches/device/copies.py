@@ -1,4 +1,4 @@
-"""Copies between host and device: by kind of host memory, in pieces, and what it takes to hear of their end."""
+"""Copies between host and device: by kind of host memory, in pieces, and the cost of waiting for their end."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _library() -> str:
 def in_pieces(nbytes: int) -> Iterator[dict]:
     """Copy pieces of 64 KiB to 8 MiB, 2 to 32 in flight, an event behind each, as gradients and weights are moved.
 
-    `waited_share` is that of pieces whose event was not done when the program came to use it again: near 0, Python and
-    not the copies set the rate.
+    `waited_share` is the share of pieces whose event was not done when the program came to use it again: near 0, Python
+    and not the copies set the rate.
     """
     cudart = Cudart()
     device = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
@@ -161,7 +161,7 @@ def _run(cudart: Cudart, stream, events: list, copy: tuple, count: int) -> tuple
 
 
 def wake_ups(repeats: int) -> Iterator[dict]:
-    """Copy 512 KiB and wait for its event, asleep and spinning: what a wait costs beyond the copy."""
+    """Copy 512 KiB and wait for its event, asleep and spinning: the cost of a wait beyond the copy."""
     cudart = Cudart()
     nbytes = MIB // 2
     device, host = torch.ones(nbytes, dtype=torch.uint8, device="cuda"), host_memory("cuda", nbytes)

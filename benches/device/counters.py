@@ -1,6 +1,6 @@
 """The hardware's counters of the overflow kernels, read by Nsight Compute: `python -m device.counters --into FILE`.
 
-`ncu` replays each launch and leaves the clocks as they are. What it prints is added to the file under `counters`.
+`ncu` replays each launch and leaves the clocks as they are. Its output is added to the file under `counters`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METRICS = {
 
 
 def parsed(printed: str) -> list[dict]:
-    """Return a row for each launch of what `ncu --csv` prints: kernel, and each metric with its unit."""
+    """Return a row for each launch in the output of `ncu --csv`: kernel, and each metric with its unit."""
     lines = printed.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:

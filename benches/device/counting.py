@@ -20,7 +20,7 @@ WRITE_SECONDS = 0.5
 
 
 class Counts:
-    """What became of each test."""
+    """The outcome of each test."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.collected = path, 0

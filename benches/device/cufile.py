@@ -4,7 +4,7 @@
 
 Ours reads requests of 1 MiB into pinned buffers, many in flight, and copies each buffer up while the next is read.
 cuFile (libcufile, of nvidia-cufile) may find no driver of its own in the kernel and then goes through host memory too,
-in its compatibility mode. Both read the same file without the page cache; what arrives is compared with what was
+in its compatibility mode. Both read the same file without the page cache, and the bytes read are compared with those
 written. Each side is a process of its own: libcufile may abort where it finds no driver.
 """
 
@@ -74,7 +74,7 @@ def library() -> ctypes.CDLL:
 
 
 def content(nbytes: int) -> torch.Tensor:
-    """Return what the file holds: shape [nbytes], uint8, the same in every process."""
+    """Return the contents of the file: shape [nbytes], uint8, the same in every process."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
 
 
@@ -177,7 +177,7 @@ SIDES = {"ours": ours, "cufile": by_cufile}
 
 
 def compare(store: Path, out: Path, size: str) -> int:
-    """Run each side in a process of its own, and keep what it measured or why it did not."""
+    """Run each side in a process of its own, and keep its measurements or the reason why there are none."""
     nbytes = UNIT[size]
     file = store / "cufile.tmp"
     found: dict = {"bytes": nbytes, "rows": []}

@@ -1,4 +1,4 @@
-"""What the machine is: `python -m device.environment --out environment.json`, with `benches` on PYTHONPATH.
+"""A description of the machine: `python -m device.environment --out environment.json`, with `benches` on PYTHONPATH.
 
 Holds no path of the machine, no host name and no serial number, so that the file can be sent on.
 """
@@ -19,7 +19,7 @@ from _common import machine, mem_available, versions
 
 PACKAGES = ("torch", "transformers", "memascend", "numpy", "safetensors", "cupy-cuda13x", "cupy-cuda12x", "triton")
 PACKAGES += ("deepspeed", "pytest", "nvidia-cufile", "nvidia-cuda-nvrtc", "nvidia-cublas")
-#: What nvidia-smi knows of the link, the clocks and the power: now, and at most.
+#: Queries of nvidia-smi for the link, the clocks and the power: now, and at most.
 QUERY = ("name", "driver_version", "memory.total", "memory.used", "pcie.link.gen.current", "pcie.link.gen.max")
 QUERY += ("pcie.link.width.current", "pcie.link.width.max", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
 QUERY += ("temperature.gpu", "persistence_mode", "compute_mode", "mig.mode.current", "ecc.mode.current")
@@ -29,7 +29,7 @@ DEVICE_QUEUE += ("nr_requests", "scheduler", "write_cache")
 
 
 def output(*command: str) -> str | None:
-    """Return what a command prints, or None where it is missing or fails."""
+    """Return the output of a command, or None where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -45,7 +45,7 @@ def text(path: Path) -> str | None:
 
 
 def gpus() -> list[dict[str, str]] | None:
-    """Return what the driver says of each GPU."""
+    """Return the driver's description of each GPU."""
     told = output("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
     if told is None:
         return None
@@ -54,7 +54,7 @@ def gpus() -> list[dict[str, str]] | None:
 
 
 def torch_device() -> dict[str, Any]:
-    """Return what PyTorch sees of device 0."""
+    """Return PyTorch's description of device 0."""
     import torch
 
     if not torch.cuda.is_available():
@@ -73,7 +73,7 @@ def count_gpus() -> int:
 
 
 def memory() -> dict[str, Any]:
-    """Return sizes and rules of host memory: huge pages, what may be locked, what a group of processes may take."""
+    """Return sizes and rules of host memory: huge pages, limits of locked memory and of process groups."""
     names = ("MemTotal", "MemAvailable", "HugePages_Total", "Hugepagesize", "AnonHugePages", "SwapTotal")
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -104,7 +104,7 @@ def drive(place: Path) -> dict[str, Any]:
 
 
 def io_uring() -> dict[str, Any]:
-    """Return whether io_uring works here, and what the system says of it."""
+    """Return whether io_uring works here, and the system's error."""
     from memascend._memascend import FileEngine
 
     engine = FileEngine()

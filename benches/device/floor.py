@@ -1,4 +1,4 @@
-"""The least time that a step can take on a machine, from what the step moved and what the machine can do.
+"""The least time of a step on a machine, from the step's traffic and the machine's rates.
 
 Each part of the machine works at the rate that the probe measured in the same call, and all of them work at once: the
 floor is the time of the part with the most to do.
@@ -12,15 +12,15 @@ from typing import Any
 
 #: Of a hundred bytes of the probe's mixed workload, those that are read (`memascend bench`).
 MIX_READ_SHARE = 0.55
-#: Host memory that is page-locked: what PyTorch, memascend and a program that registers its own memory have.
+#: Page-locked host memory: of PyTorch, of memascend, and of a program that registers its own.
 PINNED = ("torch", "cuda", "registered", "registered-4k")
-#: What a step waits for (`memascend.stats(model)["seconds"]`) while a part of the machine works.
+#: The kind of wait (`memascend.stats(model)["seconds"]`) while a part of the machine works.
 WAITS = {"ssd": ("ssd_read", "ssd_write"), "h2d": ("h2d",), "d2h": ("d2h",), "update": ("cpu_update",)}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the parts of a machine do, in bytes and floating-point operations per second; None where not measured."""
+    """Rates of a machine's parts, in bytes and floating-point operations per second; None where not measured."""
 
     ssd_read: float | None = None
     ssd_write: float | None = None
@@ -37,7 +37,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a step moves, in bytes, and computes, in floating-point operations."""
+    """The load of a step: bytes moved, and floating-point operations."""
 
     ssd_read: float = 0
     ssd_written: float = 0
@@ -49,7 +49,7 @@ class Moved:
 
 
 def rates_of(probe: Mapping[str, Any], store: str = "store") -> Rates:
-    """Return the rates of what `python -m device.probe` measured; `store` names the place of the drive."""
+    """Return the rates that `python -m device.probe` measured; `store` names the place of the drive."""
     copies = [row for row in probe.get("copies", []) if row.get("kind") in PINNED]
     drives = [row["workloads"] for row in probe.get("drives", []) if row.get("place") == store and "workloads" in row]
     update, dram = probe.get("updates", []), probe.get("host_copies", [])
@@ -111,16 +111,16 @@ def report(step_s: float, moved: Moved, rates: Rates, timeline: Mapping[str, flo
 
     Args:
         step_s: seconds that the step took.
-        moved: what it moved and computed.
+        moved: its traffic and operations.
         rates: of the same machine, measured in the same call.
-        timeline: seconds of the step by what the program was blocked on, `compute` for the remainder; None if not
+        timeline: seconds of the step by kind of wait, `compute` for the remainder; None if not
             counted.
 
     Returns:
-        `floors_s`: seconds by part; `floor_s`, `bound_by`: the largest and its part; `of_floor`: step / floor;
-        `gap_s`: step - floor; `not_measured`: parts without a rate; `where_s`: the timeline, the largest first; and
-        `waits_beyond_s`: what the step waited for beyond the floor of the part that it waited for. These six are None
-        where no rate is known.
+        `floors_s`: seconds by part; `floor_s`, `bound_by`: the largest and its part; `of_floor`: step / floor; `gap_s`:
+        step - floor; `not_measured`: parts without a rate; `where_s`: the timeline, the largest first; and
+        `waits_beyond_s`: the waits beyond the floor of the part that the step waited for. These six are None where no
+        rate is known.
     """
     by_part = floors(moved, rates)
     missing = sorted({"ssd", "h2d", "d2h", "update", "dram", "flops"} - by_part.keys())
@@ -138,8 +138,8 @@ def report(step_s: float, moved: Moved, rates: Rates, timeline: Mapping[str, flo
 def waits_beyond(by_part: Mapping[str, float], timeline: Mapping[str, float] | None) -> dict[str, float] | None:
     """Return the seconds by which a step waited for each part longer than the part has to work, the largest first.
 
-    Such a wait can be no lack of rate: the part stood still before it, or works below its rate. What a step waited
-    for less than a part's floor was done while other parts worked.
+    Such a wait can be no lack of rate: the part stood still before it, or works below its rate. A wait below a part's
+    floor was overlapped with other parts.
     """
     if timeline is None:
         return None

@@ -1,7 +1,7 @@
 """The tests marked gpu, and how many passed: `python -m device.gpu_tests --out FILE`, with `benches` on PYTHONPATH.
 
-Those of the kernels go first, then the others, several at once; last those marked alone, which read the driver's count.
-Files without such tests are not collected: they may import what the machine lacks.
+Tests of the kernels go first, then the others, several at once; last the tests marked alone, which read the driver's
+count. Files without such tests are not collected: they may import what the machine lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def files() -> dict[str, list[Path]]:
 
 
 def run(paths: list[Path], counts: Path, seconds: float, *more: str) -> dict[str, Any]:
-    """Run the tests marked gpu of some files within so many seconds, and return what was counted."""
+    """Run the tests marked gpu of some files within so many seconds, and return the counts."""
     # pytest-benchmark warns beside pytest-xdist, and warnings are errors here.
     plugins = ["-p", "device.counting", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     if "REHEARSAL" in os.environ:
@@ -58,7 +58,7 @@ def run(paths: list[Path], counts: Path, seconds: float, *more: str) -> dict[str
 
 
 def joined(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of what was counted, with the parts beside them."""
+    """Return the sums of the counts, with the parts beside them."""
     names = ("collected", "passed", "failed", "skipped", "not_run")
     sums = {name: sum(part.get(name, 0) for part in parts.values()) for name in names}
     return sums | {"parts": parts}

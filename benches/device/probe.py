@@ -1,4 +1,4 @@
-"""What the machine can do: `python -m device.probe --out probe.json`, with `benches` on PYTHONPATH.
+"""Rates of the machine: `python -m device.probe --out probe.json`, with `benches` on PYTHONPATH.
 
 Sections are measured one after another and kept after each row, the ones that floors need first. A section that fails
 is told and does not end the rest; none begins after `--seconds`.
@@ -59,7 +59,7 @@ def probe(parts: dict[str, Callable[[], Iterable[dict]]], seconds: float, keep: 
                 rows.append(row)
                 keep(found)
                 print(f"[{time.monotonic() - began:5.1f} s] {name}: {shown(row)}", flush=True)
-        except Exception as error:  # what one part cannot measure must not cost the others
+        except Exception as error:  # a part that fails must not cost the others
             found["failed"][name] = f"{type(error).__name__}: {error}"[:300]
         found["seconds"][name] = round(time.monotonic() - start, 2)
         if torch.cuda.is_available():

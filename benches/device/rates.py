@@ -1,4 +1,4 @@
-"""What the processor, host memory, the drives and the device do by themselves."""
+"""Rates of the processor, host memory, the drives and the device by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages one after another, each in a limit of its own; what one leaves behind is killed before the next begins.
+"""Stages one after another, each with its own limit; leftover processes are killed before the next begins.
 
 Standard library only.
 """
@@ -78,7 +78,7 @@ class Run:
         self.records: list[dict[str, Any]] = []
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a stage: the wheel, then these modules, before what PYTHONPATH has."""
+        """Return the variables of a stage: PYTHONPATH has the wheel, then these modules, before its earlier value."""
         inherited = os.environ.get("PYTHONPATH", "")
         path = [str(place) for place in (self.settings.site, BENCHES)] + ([inherited] if inherited else [])
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
@@ -131,7 +131,7 @@ class Run:
         self.write_summary()
 
     def write_summary(self) -> None:
-        """Write the one file to send on: the stages' records and what their JSON files hold."""
+        """Write the one file to send on: the stages' records and the contents of their JSON files."""
         results = {}
         for path in sorted(self.settings.out.glob("*.json")):
             if path.name != SUMMARY:
@@ -152,7 +152,7 @@ class Run:
         return text.replace(str(Path.home()), "HOME")
 
     def finish(self) -> None:
-        """Pack the logs, and remove what the run has written beside $OUT."""
+        """Pack the logs, and remove the files that the run has written beside $OUT."""
         with tarfile.open(self.settings.out / LOGS, "w:gz") as packed:
             for log in sorted(self.settings.logs.glob("*.log")):
                 packed.add(log, arcname=log.name)

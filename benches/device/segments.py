@@ -2,8 +2,8 @@
 
     python -m device.segments --store DIR --models DIR --out segments.json       # with `benches` on PYTHONPATH
 
-Expandable segments grow in place, so free memory of one size serves another. What they save of a plan that counts whole
-segments is `device_reserved_bytes` of one run beside the other.
+Expandable segments grow in place, so free memory of one size serves another. Their saving, beside a plan that counts
+whole segments, is the difference in `device_reserved_bytes` of two runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stages of `benches/device_run.sh`: what each runs, how long it may take, and which file it writes.
+"""The stages of `benches/device_run.sh`: the command of each, its time limit, and the file it writes.
 
 Standard library only: the first stage installs the package that the others measure.
 """
@@ -57,7 +57,7 @@ class Settings:
         return [sys.executable, *map(str, words)]
 
     def option(self, name: str, usual: str, toy: str) -> str:
-        """Return what the environment says for a size, else the usual one, or a toy's in a rehearsal."""
+        """Return a size from the environment, else the usual one, or a toy's in a rehearsal."""
         return self.environment.get(name) or (toy if self.rehearse else usual)
 
 
@@ -115,7 +115,7 @@ def steps(stage: str, model: str, budgets: str, *words: object) -> Callable[[Set
             "--budgets": settings.option("BUDGETS", budgets, "256MiB/256MiB,256MiB/least"),
             "--tokens": settings.option("TOKENS", "16384", "256"),
             "--sequence": settings.option("SEQUENCE", "4096", "128"),
-            # The first steps fault in what they use.
+            # The first steps fault in their memory.
             "--steps": settings.option("STEPS", "3", "1"),
             "--warmup": settings.option("WARMUP", "2", "1"),
         }
@@ -141,7 +141,7 @@ def counters(settings: Settings) -> list[str] | str:
 def large(stage: str, *words: object) -> Callable[[Settings], list[str]]:
     """Return the command for 8 billion parameters in 24 GiB of device memory, on two volumes.
 
-    What the drive cannot hold lies in /dev/shm, which is memory: the figures are of both.
+    Files that do not fit on the drive lie in /dev/shm, which is memory: the figures are of both.
     """
 
     def command(settings: Settings) -> list[str]:
@@ -154,7 +154,7 @@ def large(stage: str, *words: object) -> Callable[[Settings], list[str]]:
 
 
 def contexts(settings: Settings) -> list[str]:
-    """Measure a sequence a step, of 4,096 to 131,072 tokens, in layers as wide as those of 8 billion parameters."""
+    """Measure a sequence a step, of 4,096 to 131,072 tokens, in layers as wide as in 8 billion parameters."""
     counts = settings.option("TOKENS", "4096,32768,131072", "128,256")
     sizes = ["--models", "tiny" if settings.rehearse else "8B-2L", "--tokens", counts]
     sizes += ["--sequence", "256" if settings.rehearse else "131072", "--steps", "1", "--warmup", "1"]
@@ -247,7 +247,7 @@ STAGES = {stage.name: stage for stage in ALL}
 
 
 class UnknownStage(ValueError):
-    """ONLY names what is neither a stage nor a group."""
+    """ONLY names something that is neither a stage nor a group."""
 
 
 def chosen(only: str) -> list[Stage]:
@@ -269,7 +269,7 @@ def settings_of(environment: dict[str, str]) -> Settings:
     rehearse = environment.get("REHEARSE") == "1"
     base = ROOT / "build" / ("device-rehearsal" if rehearse else "device-run")
     out = Path(environment.get("OUT") or base / "out").resolve()
-    # A folder of its own in what the user names: it is removed at the end.
+    # A folder of its own in the directory that the user names: it is removed at the end.
     store = Path(environment.get("STORE") or base).resolve() / OWN
     models = (
         Path(environment["WORK"]).resolve() / f"{OWN}-models" if environment.get("WORK") else work_in(store, rehearse)

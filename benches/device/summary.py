@@ -14,7 +14,7 @@ from _common import markdown
 
 
 def loaded(out: Path) -> dict[str, Any]:
-    """Return the JSON files under `out` by name; what is missing or damaged is left out."""
+    """Return the JSON files under `out` by name, without missing or damaged ones."""
     found = {}
     for path in out.glob("*.json"):
         with contextlib.suppress(ValueError, OSError):

@@ -16,6 +16,7 @@ from memascend.common.sizes import format_size, parse_size
 from memascend.errors import (
     BudgetError,
     CheckpointError,
+    DefectError,
     DeviceError,
     HostMemoryError,
     MemascendError,
@@ -83,6 +84,7 @@ __all__ = [
     "ApolloMini",
     "BudgetError",
     "CheckpointError",
+    "DefectError",
     "DeviceError",
     "GradScaler",
     "HostMemoryError",

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Final, final
+from typing import Any, Final, Unpack, final
+
+from memascend.options import Tuning
+from memascend.plan.arena import Arena
 
 __all__ = [
     "FILE_WINDOWS",
@@ -331,32 +334,13 @@ class Runtime:
     def __new__(
         cls,
         store: Sequence[str | PathLike[str]],
-        units: Sequence[tuple[str, int, int] | tuple[str, int, int, int]],
-        packs: Sequence[tuple[str, int, int]],
-        chunk_bytes: int,
-        chunk_count: int,
-        chunk_elements: int,
-        slot_bytes: int,
-        slot_count: int,
+        arena: Arena,
         *,
-        states_bytes: int = 0,
-        states_count: int = 0,
-        chunk_count_max: int | None = None,
-        states_count_max: int | None = None,
         resume: bool = False,
         in_place: bool = False,
         replace: bool = False,
-        engine: str = "auto",
-        direct: bool = True,
-        rates: Sequence[float] = ...,
-        depth: int = 128,
-        io_poll: bool = False,
-        sq_poll: bool = False,
-        checksums: bool = True,
-        allocator: str = "auto",
-        huge_pages: bool = True,
-        compute_threads: int = 1,
         device: int | None = None,
+        **tuning: Unpack[Tuning],
     ) -> Runtime: ...
     @property
     def notices(self) -> list[str]: ...

@@ -83,6 +83,27 @@ class NonFiniteError(MemascendError):
     """The loss or the gradient norm became NaN or infinite."""
 
 
+class DefectError(MemascendError):
+    """Something happened in memascend itself that never should: a panic of its native code, in this call or before it.
+
+    What was open in the process then can only be closed. Its store has the last step that was committed.
+    """
+
+    def __init__(self, what: str) -> None:
+        """Take what the panic said, and where."""
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        """Return what happened, what is left, and how to report it."""
+        return (
+            f"a defect of memascend: {self.what}. What is open cannot be used any more, and nothing more is committed; "
+            "the last committed step of each store is whole: close the model (memascend.close) or end the process, and "
+            "go on from there (memascend.resume). Please report this message and what the program did at "
+            "https://github.com/memascend/memascend/issues (RUST_BACKTRACE=1 has standard error show the native calls)"
+        )
+
+
 class Abandoned(KeyboardInterrupt):
     """The user gave up on the run: unfinished output is removed."""
 

@@ -67,7 +67,7 @@ def test_adapters_are_those_of_the_run_in_memory(
     room = model_dir.parent
     assert main.main(words(model_dir, "out", dtype=dtype, eval=held_out)) == 0, capfd.readouterr().err
     told = capfd.readouterr().err
-    # Weights are read from the model's own files where they hold what is computed with.
+    # Weights are read from the model's own files where they have the dtype of the computation.
     assert ("frozen weights read where they are" in told) == (dtype == "bfloat16")
     memory = without(in_memory(words(model_dir, "mem", dtype=dtype, eval=held_out)), "--save-every")
     assert main.main(memory) == 0, capfd.readouterr().err
@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_ends_as_the_whole_one(
         os.kill(child.pid, number)
         ended = child.wait()
     assert (room / "out").exists() == (number == signal.SIGINT), ended.err
-    # To begin anew must be asked for by deleting what there is.
+    # Beginning anew requires deleting the earlier files.
     assert main.main(words(model_dir, "again")) == main.BAD_INPUT
     assert f"{checkpoints} holds a run after step" in capfd.readouterr().err
     # One that was being written is not gone on with.
@@ -154,7 +154,7 @@ def test_the_best_adapters_are_those_of_the_checkpoint_that_is_gone_on_from(
 
 
 def killed_with_the_best(pipe: Any, words: list[str], step: int) -> None:
-    """Run a command that is killed as soon as the best model is that of `step`."""
+    """Run a command that is killed as soon as the best model is the one of `step`."""
     from memascend.command.best import Best
 
     keep = Best.keep

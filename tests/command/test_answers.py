@@ -42,7 +42,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 def expected(model: Any, ids: Sequence[int], ends: int) -> list[int]:
-    """What the model says by itself, one prompt at a time."""
+    """Return the answers of the model by itself, one prompt at a time."""
     found = model.generate(
         torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=ends, pad_token_id=ends
     )[0, len(ids) :].tolist()

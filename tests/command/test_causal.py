@@ -1,4 +1,4 @@
-"""Which model directories `memascend finetune` takes: those whose loss is that of a next token that was not seen."""
+"""Which model directories `memascend finetune` takes: those whose loss is of a next token that was not seen."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def learns_the_next_token(model: Any) -> bool:
-    """Whether logits depend on what came before alone, and the loss is that of the next token's."""
+    """Return whether logits depend on earlier tokens alone, and the loss is the next token's."""
     ids = torch.randint(4, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
     other[0, 8:] = torch.randint(4, VOCABULARY, (4,), generator=torch.Generator().manual_seed(2))
@@ -88,7 +88,7 @@ def test_the_decision_is_what_the_model_computes(kind: str, options: dict[str, A
     else:
         with pytest.raises(memascend.CheckpointError, match=f"model holds an? {type(model).__name__}[ ,].*Python API"):
             load_config(tmp_path / "model")
-    # What a run would take can be told of any of them.
+    # Any of them can be forecast.
     assert load_bare_config(tmp_path / "model").model_type == kind
 
 

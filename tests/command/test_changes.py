@@ -1,4 +1,4 @@
-"""Runs that go on with other options than before: refused unless asked for, and then exact in what has not changed."""
+"""Runs that go on with other options than before: refused unless asked for, and exact in everything else."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_more_steps_of_a_constant_rate_are_the_longer_run(model_dir: Path, capfd
     assert all(torch.equal(value, expected[name]) for name, value in load_file(longer / "model.safetensors").items())
     assert [step["loss"] for step in records(longer, "step")] == [step["loss"] for step in records(whole, "step")]
     assert records(longer, "resume")[0]["changes"] == {"steps": [2, 4]}
-    # From then on the new number is that of the run.
+    # From then on the new number holds for the run.
     finetune(model_dir, "again", "--resume", steps=2, schedule="constant", code=main.BAD_INPUT)
     assert "the run in the store has 4" in capfd.readouterr().err
     finetune(model_dir, "again", "--resume", "--change", steps=3, schedule="constant", code=main.BAD_INPUT)

@@ -38,7 +38,7 @@ def room(tmp_path, model_dir):
 
 
 def command(room, *more, **changed):
-    """Arguments of a small run; `changed` replaces a flag's value, or drops it with None."""
+    """Return the arguments of a small run; `changed` replaces a flag's value, or drops it with None."""
     flags = {
         "data": room / "text.txt",
         "store": room / "store",
@@ -57,7 +57,7 @@ def command(room, *more, **changed):
 
 
 def listing(room):
-    """Every path under `room` with what it holds."""
+    """Return every path under `room` with its contents."""
     return {str(p.relative_to(room)): p.read_bytes() if p.is_file() else None for p in room.rglob("*")}
 
 
@@ -104,7 +104,7 @@ def save_config(config):
 MEMORY = {"store": None, "host_memory": None}
 NOTHING = dict  # prepares nothing
 BAD_INPUT = {
-    # what is wrong: (preparation, changed flags, further words, what the line must say)
+    # fault -> (preparation, changed flags, further words, the text in the line)
     "model missing": (NOTHING, {"model_dir": "/nonexistent"}, (), "/nonexistent is not a directory"),
     "model is a file": (NOTHING, {"model_dir": __file__}, (), "is not a directory"),
     "no config": (remove("model/config.json"), {}, (), "no config.json"),
@@ -364,7 +364,7 @@ def test_a_run_that_skipped_every_step_is_a_failure(room, capfd):
 
 
 def start_process(room, **changed):
-    """A long run of the command in its own process."""
+    """Return a long run of the command in its own process."""
     words = command(room, **{"metrics": room / "metrics.jsonl", "steps": 100_000} | changed)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return forked.Program(["-P", "-m", "memascend", *words], cwd=room, **pipes)

@@ -1,4 +1,4 @@
-"""Data: what is read, in which order, and that memory does not grow with it."""
+"""Data: the documents read, their order, and that memory does not grow with them."""
 
 import json
 import tracemalloc
@@ -63,7 +63,7 @@ def test_shuffled_depends_on_its_key_and_on_nothing_else():
     one, again, other = ([shuffled(i, 1000, key) for i in range(1000)] for key in ("one", "one", "other"))
     assert one == again
     assert sum(a == b for a, b in zip(one, other, strict=True)) < 20
-    # An order that moved between versions would change what a seed means.
+    # An order that moved between versions would change the meaning of a seed.
     assert [shuffled(i, 10, "0/documents") for i in range(10)] == PINNED_ORDER
 
 

@@ -1,4 +1,4 @@
-"""`memascend demo` that is ended by Ctrl-C: what it says is true. The model is tiny; its name is that of the demo's."""
+"""`memascend demo` that is ended by Ctrl-C: its messages are true. The model is tiny; its name is the demo's."""
 
 from __future__ import annotations
 

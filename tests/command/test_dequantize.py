@@ -1,4 +1,4 @@
-"""`--dequantize`: a run of a quantised model is that of the model which transformers dequantises."""
+"""`--dequantize`: a run of a quantised model equals a run of the model that transformers dequantises."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_plan_names_the_form_and_is_that_of_the_dequantised_model(tmp_path: Pa
         form = "FP8 with a scale for blocks of 32x32 (quant_method 'fp8')"
         assert source == (None if path == plain else {"form": form, "bytes": nbytes if path == packed else None})
         assert plans[path]["model"].pop("path") == str(path)
-        for part in ("whole", "pytorch"):  # what the machine and the interpreter have at the moment
+        for part in ("whole", "pytorch"):  # memory of the machine and the interpreter at the moment
             plans[path].pop(part)
     assert plans[packed] == plans[plain] == plans[packed / "config.json"]
 

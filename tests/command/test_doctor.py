@@ -1,4 +1,4 @@
-"""`memascend doctor`: what it says of a machine, and where it finds something wrong."""
+"""`memascend doctor`: its findings on a machine, and on faults."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_the_page_of_this_machine(tmp_path, capsys):
     for subject in (*subjects, str(tmp_path)):
         assert any(line.split("  ")[1:] and subject in line for line in page.splitlines()), subject
     assert page.splitlines()[-1].startswith("0 problems")
-    # What it has tried is gone.
+    # Its temporary files are gone.
     assert not list(tmp_path.iterdir())
 
 

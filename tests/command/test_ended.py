@@ -38,7 +38,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of(room: Path, named: bool) -> Path | None:
-    """The metrics of a run that is going on, once they are there."""
+    """Return the metrics of a run that is going on, once they are there."""
     pattern = "metrics.jsonl" if named else ".out.partial-*/kept/metrics.jsonl"
     return next(iter(room.glob(pattern)), None)
 

@@ -40,7 +40,7 @@ def model_dir(tmp_path: Path) -> Path:
     lines = (tmp_path / "text.txt").read_text().splitlines()
     for number in range(40):
         (documents / f"{number:02}.txt").write_text("\n".join(lines[number * 5 : number * 5 + 5]))
-    # What is trained on holds none of these bytes: the loss on them rises.
+    # The training data has none of these bytes: the loss on them rises.
     (tmp_path / "other.txt").write_text("".join(chr(192 + number % 64) for number in range(300)))
     return made
 
@@ -57,7 +57,7 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def loss_of(model_dir: Path, weights: Path) -> float:
-    """The loss of written weights on what is held out, without anything of the Trainer's."""
+    """Return the loss of written weights on held-out data, without anything of the Trainer's."""
     room = model_dir.parent
     scratch = room / f"scratch-{weights.name}"
     scratch.mkdir()
@@ -147,7 +147,7 @@ def test_the_best_model_is_written(model_dir: Path, capfd: pytest.CaptureFixture
     assert loss_of(model_dir, room / "out") == pytest.approx(losses[best], abs=2e-3)
     assert loss_of(model_dir, model_dir) == pytest.approx(losses[0], abs=2e-3)
     assert not (room / "store").exists() or list((room / "store").iterdir()) == []
-    # The evaluations change nothing: the steps are those of a run without.
+    # The evaluations change nothing: the steps are as in a run without.
     assert main.main([*words(model_dir, "again", eval_steps=9), "--force"]) == 0
     taken = [[step["loss"] for step in records(room / out, "step")] for out in ("out", "again")]
     assert taken[0] == taken[1]

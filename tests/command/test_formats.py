@@ -1,4 +1,4 @@
-"""Data as it comes: encodings, formats by what a file holds, tables, and the ways to write a conversation."""
+"""Data as it comes: encodings, formats by content, tables, and the ways to write a conversation."""
 
 from __future__ import annotations
 

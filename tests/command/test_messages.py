@@ -1,4 +1,4 @@
-"""What the command says of a mistake before anything is made: the option or the path by its name, and what would do."""
+"""Messages of the command about mistakes, before anything is made: the option or path, and a remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def words(tmp_path: Path) -> dict[str, str]:
 
 
 def error_of(capfd: pytest.CaptureFixture[str], words: dict[str, str]) -> str:
-    """The one line that a run with these words ends with."""
+    """Return the one line that a run with these words ends with."""
     flags = [word for flag, value in words.items() if flag != "model" for word in (flag, value)]
     assert main(["finetune", words["model"], *flags]) == BAD_INPUT
     told = capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""The metrics file of a run that goes on: what had been recorded when its step was stays, once."""
+"""The metrics file of a run that goes on: records up to its step stay, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--options FILE`: the options of a run in a file, and those of the command line before them."""
+"""`--options FILE`: the options of a run in a file; options of the command line come before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: conversations, prompts with completions, columns; what of them is trained on, and how they are packed."""
+"""Records: conversations, prompts with completions, columns; the parts trained on, and how they are packed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memascend.command.data.show import shown as shown_data
 from memascend.common.choices import parse_held_out
 from memascend.errors import DataError
 
-#: The turns of ChatML; what stands for BEGIN and END is around what the assistant says.
+#: The turns of ChatML; BEGIN and END are around the assistant's words.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "BEGIN{{ m['content'] }}<|im_end|>\nEND{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
@@ -43,7 +43,7 @@ TALK = [
 
 
 def write_tokenizer(folder: Path, template: str | None, *, bos: bool = False) -> None:
-    """A tokenizer of bytes, with two special tokens behind them."""
+    """Write a tokenizer of bytes, with two special tokens behind them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*alphabet, "<|im_start|>", "<|im_end|>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path, template: str | None, *, bos: bool = False) ->
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(blocks_module, "PADDED_TO", 1)  # so that what is compared has no padding
+    monkeypatch.setattr(blocks_module, "PADDED_TO", 1)  # so that compared sequences have no padding
     for name in ("scratch", "tokenizer"):
         (tmp_path / name).mkdir()
     return tmp_path
@@ -86,7 +86,7 @@ def blocks_of(room: Path, data: Path, *, seq_len: int = 16, template: str | None
 
 
 def shown(room: Path, batch: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """The text of each row, and what of it is trained on."""
+    """Return the text of each row, and the part trained on."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(room / "tokenizer")
     rows = []
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
@@ -160,7 +160,7 @@ def test_packed_documents_keep_their_labels(room: Path) -> None:
 
 
 def stored(blocks: Blocks) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every sequence in stored order."""
+    """Return every sequence in stored order."""
     count = len(blocks)
     found = {}
     for position in range(count):

@@ -71,7 +71,7 @@ def test_a_run_in_memory(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_meter_counts_any_offloaded_model(offloaded: Callable[..., nn.Module]) -> None:
-    """What other training loops record."""
+    """Records of other training loops."""
     model = offloaded(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))))
     optimizer = memascend.AdamW(model.parameters())
     memascend.flush(model)  # Nothing is on its way while the counters are compared.

@@ -40,7 +40,7 @@ def test_steps_are_kept_and_gone_back_to(model_dir: Path, capfd: pytest.CaptureF
     assert main.main([*words, "--keep-last", "2"]) == 0, capfd.readouterr().err
     assert f"kept the store in {store}" in capfd.readouterr().out
     assert checkpoints(store, capfd) == {"step-4": 4, "step-6": 6}
-    # What was kept is the state of that step: the run that goes on from it ends as the whole one.
+    # The kept state belongs to that step: the run that goes on from it ends as the whole one.
     assert main.main(["checkpoints", str(store), "--restore", "step-4"]) == 0
     again = words_of(model_dir, room / "again", store, steps=7, save_every=3)
     assert main.main([*again, "--resume"]) == 0, capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What the command lets others show on the screen."""
+"""Output of other libraries that the command lets through."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import forked
 import pytest
 
 from memascend.command import main
+from memascend.errors import DefectError
 
 PROGRAM = """
 from memascend.command.screen import quiet_libraries
@@ -26,13 +27,10 @@ def test_deepspeed_says_nothing_of_a_device_that_is_not_there() -> None:
 
 
 def test_a_panic_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    class PanicException(BaseException):
-        pass
-
     def panic(_: object) -> int:
-        raise PanicException("index out of bounds\nmore")
+        raise DefectError("index out of bounds (crates/a.rs:1:2)")
 
     monkeypatch.setattr(main.subcommands, "run", panic)
     assert main.main(["doctor"]) == main.FAILED
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("memascend: error: a defect of memascend: index out of bounds. Report it, please")
+    assert line.startswith("memascend: error: a defect of memascend: index out of bounds (crates/a.rs:1:2). What is")

@@ -1,4 +1,4 @@
-"""Which tokenizer a run takes: what transformers loads, or bytes on purpose; never bytes unasked."""
+"""The tokenizer of a run: as transformers loads it, or bytes on purpose; never bytes unasked."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_template_writes_the_day_on_which_the_run_began(
     write_tokenizer(folder, DATED)
     chat = load_tokenizer(folder, 258, clock=datetime(2024, 2, 29, 23, 59, 59, 7)).chat
     assert chat is not None
-    ids, _ = chat.encode(Chat(TALK), loss_on_all=False)  # by prefixes, each of which asks for the time
+    ids, _ = chat.encode(Chat(TALK), loss_on_all=False)  # by prefixes, and each asks for the time
     text = PreTrainedTokenizerFast.from_pretrained(folder).decode(ids)
     assert text.startswith("<|im_start|>29 Feb 2024, 23:59:59.000007\n<|im_start|>user\n")
     model = tiny.llama_directory(tmp_path, hidden=64, layers=1)

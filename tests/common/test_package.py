@@ -1,4 +1,4 @@
-"""What the package says of itself: extras, bounds, one version."""
+"""The metadata of the package: extras, bounds, one version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress line: what a terminal of a given width shows, and what goes to a file."""
+"""The progress line: on a terminal of a given width, and in a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP = {
 
 
 def on_a_terminal(columns: int, rows: int, show: Callable[[Progress], None]) -> str:
-    """What `show` leaves as the last line of a terminal of that size."""
+    """Return the last line that `show` leaves on a terminal of that size."""
     ours, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
     with os.fdopen(terminal, "w") as stream:

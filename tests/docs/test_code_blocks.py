@@ -31,10 +31,10 @@ PAGES = [
 
 
 def run_python(example: Example) -> None:
-    """Run a block with the paths and sizes of a large machine replaced by those of a test."""
+    """Run a block with the paths and sizes of a large machine replaced by a test's."""
     source = example.parsed.replace('"/nvme', f'"{Path.cwd()}/nvme')
     source = re.sub(r'"\d+GiB"', '"256MiB"', source)
-    # Empty lines make the line numbers of a traceback those of the page.
+    # Empty lines make the line numbers of a traceback match the page.
     exec(compile("\n" * example.line + source, example.path, "exec", dont_inherit=True), example.namespace)
 
 
@@ -59,7 +59,7 @@ def parser() -> Any:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: list[dict[str, torch.Tensor]]) -> None:
-    """The loop that the pages do not repeat."""
+    """Run the loop that the pages do not repeat."""
     for batch in loader:
         model(**batch).loss.backward()
         optimizer.step()
@@ -78,7 +78,7 @@ class Loader(list):
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the blocks of a page take for granted: a model directory, data, a loop, and which extras are there."""
+    """Names that the blocks of a page take for granted: a model directory, data, a loop, and which extras are there."""
     monkeypatch.chdir(tmp_path)
     for drive in ("nvme", "nvme0", "nvme1"):
         Path(drive).mkdir()

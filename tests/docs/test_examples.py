@@ -28,7 +28,7 @@ NAMES = sorted(path.name for kind in ("*.py", "*.sh") for path in EXAMPLES.glob(
 
 
 def run(name: str) -> str:
-    """Run an example as a program, and return what it printed."""
+    """Run an example as a program, and return its output."""
     command = ["sh" if name.endswith(".sh") else forked.python(), str(EXAMPLES / name)]
     # The command is that beside the interpreter.
     path = os.pathsep.join([os.path.dirname(forked.python()), os.environ["PATH"]])
@@ -66,7 +66,7 @@ def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_killed_run_goes_on_to_the_same_bits() -> None:
     output = run("resume_after_kill.py")
-    # Commits run beside the next step: that of the third may not have ended when the fourth is killed.
+    # Commits run beside the next step: the third's may not have ended when the fourth is killed.
     assert "exit code -9" in output
     assert re.search(r"resumed after step [23]$", output, flags=re.MULTILINE)
     assert "the same, bit for bit" in output
@@ -124,7 +124,7 @@ def test_the_image_runs_the_command_as_an_ordinary_user() -> None:
     ]
     last = dict(instructions)
     assert last["USER"] == "memascend" and last["ENTRYPOINT"] == '["memascend"]'
-    # What follows the last change of the user is run as that.
+    # Commands after the user's change run as that user.
     assert [name for name, _ in instructions].index("USER") > max(
         number for number, (name, _) in enumerate(instructions) if name == "RUN"
     )

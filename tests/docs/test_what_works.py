@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "what-works.md"
 
 
 class Row(NamedTuple):
-    """One operation: its code, "same" or "refused", and what to do instead."""
+    """One operation: its code, "same" or "refused", and the remedy."""
 
     code: str
     result: str
@@ -30,7 +30,7 @@ def rows() -> list[Row]:
     return [Row(code.strip("`"), result, rest[0].rstrip(" |") if rest else "") for code, result, *rest in cells]
 
 
-#: What the code of a row takes for granted: two steps, and the gradients of a third.
+#: Names that the code of a row takes for granted: two steps, and the gradients of a third.
 BEFORE = """\
 for number in range(2):
     model(*batch(number)).loss.backward()

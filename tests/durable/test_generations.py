@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 
 def copied(store: Path, copy: Path) -> None:
-    """Copy what is on the drive. The manifest first: what it speaks of is not written over meanwhile."""
+    """Copy the drive's files. The manifest first: its extents are not written over meanwhile."""
     copy.mkdir()
     for name in ("memascend.json", lab.VOLUME):
         if (store / name).exists():
@@ -67,7 +67,7 @@ def wait_for_generation(model: nn.Module, number: int) -> None:
 def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(
     tmp_path: Path, architecture: str, by_blocks: bool, request: pytest.FixtureRequest
 ) -> None:
-    """What is on the drive at some moment is what a killed process leaves. Embeddings and heads are tables or not."""
+    """A copy of the drive at some moment is as a killed process leaves it. Embeddings and heads are tables or not."""
     if by_blocks:
         request.getfixturevalue("small_tables")
     options = VARIANTS[architecture]
@@ -82,7 +82,7 @@ def test_a_copy_taken_at_any_moment_goes_on_to_the_same_bits(
             copies[step, moment] = tmp_path / f"{step} {moment}"
             copied(tmp_path / "store", copies[step, moment])
 
-    # Batch normalisation would count what is computed again.
+    # Batch normalisation would count recomputed batches.
     recompute = architecture != "normed"
     model = memascend.offload(
         built := build(architecture),
@@ -166,7 +166,7 @@ def test_without_durability_nothing_is_kept_but_on_request(tmp_path: Path) -> No
         memascend.resume(tmp_path / "copy")
     memascend.close(model)
     assert not (tmp_path / "store").exists()
-    # Kept on request, it is resumed; updated in place again, what was kept is true no more.
+    # Kept on request, it is resumed; updated in place again, the kept generation is true no more.
     model = memascend.offload(build("llama"), store=tmp_path / "store", keep_store=True, **options)
     Run(model, "llama").go(2)
     memascend.close(model)
@@ -291,7 +291,7 @@ def test_a_checkpoint_outlives_many_steps(tmp_path: Path) -> None:
     memascend.close(resumed.model)
 
 
-# ---- what belongs to a run --------------------------------------------------------------------------------------
+# ---- the state of a run -----------------------------------------------------------------------------------------
 
 
 def test_two_optimizers_of_one_model_go_on(tmp_path: Path) -> None:

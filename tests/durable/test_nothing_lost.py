@@ -1,4 +1,4 @@
-"""What a run has saved stays: closing, refused resumes, states too large and copies of volumes take nothing away."""
+"""Saved steps stay: closing, refused resumes, states too large and copies of volumes take nothing away."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def go(model: nn.Module, optimizer: Any, steps: range) -> dict[str, torch.Tensor
 
 
 def in_memory(steps: int) -> dict[str, torch.Tensor]:
-    """The weights after `steps` steps in memory."""
+    """Return the weights after `steps` steps in memory."""
     model = small()
     return go(model, memascend.AdamW(model.parameters(), lr=1e-2), range(steps))
 
@@ -113,7 +113,7 @@ def test_a_store_that_stays_for_its_checkpoints_has_the_last_step(tmp_path: Path
 def test_updates_in_place_end_with_the_last_step(
     tmp_path: Path, end: str, has_checkpoint: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store that stays holds the last step, however its steps were written, or what it holds is said."""
+    """A store that stays holds the last step, however its steps were written, or a notice names the step it holds."""
     begun(tmp_path / "s")
     if not has_checkpoint:
         resumed = memascend.resume(tmp_path / "s", model=small(), keep_store=True, **LEAST)
@@ -182,7 +182,7 @@ def test_going_back_that_is_refused_gives_up_no_step(
     assert resumed.steps == 3
     same(dict(memascend.parameters_of(resumed.model)), in_memory(3))
     memascend.offload_of(resumed.model).close(failed=True)
-    # And what is not refused does go back.
+    # And a restore that is not refused does go back.
     resumed = memascend.resume(tmp_path / "s", model=small(), tag="two", **LEAST)
     memascend.offload_of(resumed.model).close(failed=True)
     resumed = memascend.resume(tmp_path / "s", model=small(), **LEAST)
@@ -259,7 +259,7 @@ def test_a_copy_of_one_of_two_volumes_leaves_the_original_alone(tmp_path: Path) 
 
 # ---- flushes that fail --------------------------------------------------------------------------------------------
 
-#: A flush that fails once, as Linux reports it: the next one succeeds, without what was lost.
+#: A flush that fails once, as Linux reports it: the next one succeeds, without the lost pages.
 FAILING_FLUSH = r"""
 #include <dlfcn.h>
 #include <errno.h>

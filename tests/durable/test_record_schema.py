@@ -22,7 +22,7 @@ from memascend.runs import live
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: What takes the place of a value. MEMASCEND_FUZZ says how many replacements are tried, or all.
+#: Replacements of a value. MEMASCEND_FUZZ says how many replacements are tried, or all.
 WRONG: list[Any] = [None, -1, 1 << 70, 0.5, True, "x", [], [[]], {}, {"!": "tensor"}, {"!": "dict", "items": [1]}]
 TRIES = int(os.environ.get("MEMASCEND_FUZZ", "400"))
 

@@ -51,7 +51,7 @@ def build() -> Net:
 
 
 class Data:
-    """Batches by number, each of which draws random numbers."""
+    """Batches by number; each draws random numbers."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -68,7 +68,7 @@ class Data:
 
 
 class Seen(Data):
-    """What the program counts as it goes: an object of its own that belongs to each step."""
+    """A counter of the program: an object of its own that belongs to each step."""
 
 
 class Program:
@@ -275,7 +275,7 @@ def test_weights_that_were_changed_for_a_part_of_a_step_are_not_committed(
         for parameter in model.parameters():
             parameter.add_(0.05)
     memascend.close(model)
-    # What a budget keeps in memory leaves the generation before whole, even where updates are in place.
+    # Resident values leave the generation before whole, even where updates are in place.
     assert "in the state of no step: the store keeps step 3" in caplog.text
     resumed = memascend.resume(tmp_path / "s", model=build(), **LEAST)
     assert resumed.steps == WHOLE
@@ -285,7 +285,7 @@ def test_weights_that_were_changed_for_a_part_of_a_step_are_not_committed(
 
 @pytest.mark.parametrize("flushes", [False, True])
 def test_weights_that_the_program_leaves_are_committed(tmp_path: Path, flushes: bool) -> None:
-    """Written after a step, or asked for by `flush`, they are what the program wants, and its buffers with them."""
+    """Written after a step, or asked for by `flush`, the weights are intended, and the buffers with them."""
     model = memascend.offload(build(), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
     program = Program(model).go(0, WHOLE)
     if flushes:
@@ -306,7 +306,7 @@ def test_buffers_of_a_pass_without_a_step_are_told(tmp_path: Path, caplog: pytes
     model = memascend.offload(build(), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
     Program(model).go(0, WHOLE)
     with torch.no_grad():
-        model(torch.ones(8, WIDTH))  # Without gradients, the program means what it does to buffers.
+        model(torch.ones(8, WIDTH))  # Without gradients, the program's writes to buffers are intended.
     memascend.flush(model)
     assert "no optimizer step has followed" not in caplog.text
     wanted = {name: value.clone() for name, value in model.named_buffers()}

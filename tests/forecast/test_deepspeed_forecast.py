@@ -1,4 +1,4 @@
-"""`memascend plan --deepspeed`: what it reads of DeepSpeed's configuration, what it refuses, and its sums."""
+"""`memascend plan --deepspeed`: DeepSpeed's configuration, refusals, and sums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMELS = [1 << 19, 100, 1 << 19, 700_001]
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[..., Path]:
-    """Write a configuration to a file: that of `WHOLE` with changes, or a text."""
+    """Write a configuration to a file: `WHOLE` with changes, or a text."""
 
     def write(text: str | None = None, **changes: Any) -> Path:
         file = tmp_path / "ds_config.json"
@@ -95,7 +95,7 @@ def test_options_take_the_place_of_auto(written: Callable[..., Path]) -> None:
     assert len(found.notes) == 2 and all('"auto"' in note for note in found.notes)
     found = read(file, dtype="float32", passes=8)
     assert (found.dtype, found.passes) == ("float32", 8)
-    # What no figure depends on may be anything.
+    # An option that no figure depends on may be anything.
     assert not read(written(optimizer={"params": {"lr": "auto"}}, gradient_clipping="auto")).notes
 
 

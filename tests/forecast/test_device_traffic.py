@@ -1,4 +1,4 @@
-"""`memascend plan --gpu` against real runs on a simulated device: its plan, and what goes to the device and the SSD."""
+"""`memascend plan --gpu` against real runs on a simulated device: its plan, and device and SSD traffic."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def compare(
 
     step()  # which carries no updates
     if update == "backward":
-        step()  # which updates what the first step has left, and gradients that it makes
+        step()  # which applies the updates of the first step, and gradients that it makes
     before, after = step(), step()
     rates = {name: Rate(1.0, "given") for name in NAMES}
     gpu = Gpu(device_memory * 16 // 15 + 1, rates, activations, segments=None)

@@ -1,4 +1,4 @@
-"""What a run writes in all: against real runs, against the drives' rating, and what would write less."""
+"""The writes of a run: against real runs, against the drives' rating, and savings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_would_write_less() -> None:
     budget = 8 << 30
     now = endurance_of(budget=budget)
     savings = {saving["change"]: saving for saving in now["savings"]}
-    # Each is what a plan with that option says.
+    # Each equals a plan with that option.
     options: dict[str, dict[str, Any]] = {
         "--states 8bit": {"states": "8bit"},
         "--states bfloat16": {"states": "bfloat16"},
@@ -85,7 +85,7 @@ def test_what_would_write_less() -> None:
         assert savings[change]["step_bytes"] == written(budget=nbytes, durability=durability), change
         assert str(nbytes >> 20) in change
     assert savings[seldom[0]]["saved"] > 0.9
-    # What is done already is not proposed.
+    # Options in use are not proposed.
     done = endurance_of(budget=budget, states="8bit", update="backward", durability="none")["savings"]
     assert not any(word in saving["change"] for saving in done for word in ("states", "update", "durability"))
     assert not any("update" in saving["change"] for saving in endurance_of(grad_accum=2)["savings"])

@@ -59,7 +59,7 @@ MODELS = {"llama": SMALL, "gpt2": TIED, "qwen3_moe": EXPERTS}
 
 
 def plan(capfd, path, *more):
-    """Run the command with --json; return its exit code and what it printed."""
+    """Run the command with --json; return its exit code and output."""
     code = main.main(["plan", str(path), "--json", *map(str, more)])
     return code, json.loads(capfd.readouterr().out)
 
@@ -102,7 +102,7 @@ def test_apollo_moves_few_bytes(optimizer, options, at_most):
     moved = forecast(file, seq_len=128, batch_size=1, optimizer=optimizer, budget=8 << 30, **options)
     planned = moved["ssd_traffic"]["planned"]
     assert planned["read_bytes_per_parameter"] + planned["written_bytes_per_parameter"] <= at_most
-    # The largest gradient is that of 14,336 x 4,096. Two at a time: a number for each channel and rank in the
+    # The largest gradient has 14,336 x 4,096 elements. Two at a time: a number for each channel and rank in the
     # projection and in both moments, for each rank and place in a channel in the random matrix, in whole registers,
     # each channel's sums of squares, and 1 MiB of pieces that are put together.
     ranks, padded = (256, 256) if optimizer == "apollo" else (1, 16)
@@ -244,7 +244,7 @@ def test_traffic_of_micro_batches_that_go_through_each_layer(spare, tmp_path, of
 @pytest.mark.parametrize(("rows", "tokens", "micro"), [(2, 128, None), (4, 96, 1)])
 def test_activations_are_those_of_a_real_forward(rows, tokens, micro, tmp_path, offloaded):
     model = build(SMALL)
-    # Without buffers to spare, so that the SSD has what does not fit.
+    # Without buffers to spare, so that the remainder goes to the SSD.
     offloaded(model, host_memory=smallest_budget(model), micro_batch_size=micro)
     memascend.AdamW(model.parameters())
     before = memascend.stats(model)["store_bytes_used"]
@@ -581,7 +581,7 @@ def test_the_tables_show_every_part(tmp_path, capfd):
 
 
 def prepare(room, what):
-    """Write a model directory with something wrong; return the arguments and what the message must say."""
+    """Write a model directory with something wrong; return the arguments and the expected message."""
     config = room / "config.json"
     if what == "missing":
         return [room / "nowhere"], "nowhere does not exist"

@@ -1,4 +1,4 @@
-"""What PyTorch holds in a step, from a run without memory, is what the allocator counts in a real step."""
+"""PyTorch's memory in a step, by a run without memory, equals the allocator's count in a real step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(name: str) -> Any:
 
 @contextmanager
 def allocations() -> Iterator[list[int]]:
-    """Give the list of what the CPU's allocator is asked for, and gets back, in order."""
+    """Give the list of allocations and frees of the CPU's allocator, in order."""
     found: list[int] = []
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:

@@ -1,4 +1,4 @@
-"""Models in and out: what transformers writes is read, what is written transformers reads, and damage is told."""
+"""Models in and out: transformers' files are read, transformers reads ours, and damage is reported."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_reads_what_transformers_writes(
 def test_transformers_reads_what_is_written(
     tmp_path: Path, opened: Callable[..., nn.Module], architecture: str, shards: bool
 ) -> None:
-    # Streamed in, trained (so that the weights are no longer those of any file), streamed out.
+    # Streamed in, trained (so that no file has the weights), streamed out.
     limit = {"max_shard_size": "500KB"} if shards else {}
     directory = saved(tmp_path, architecture, **limit)
     assert (directory / WEIGHTS).exists() != shards
@@ -214,7 +214,7 @@ def test_other_floats_are_refused(tmp_path: Path, opened: Callable[..., nn.Modul
             opened(saved(tmp_path, "llama"), dtype=dtype)
 
 
-# ---- what a stranger's directory may hold -----------------------------------------------------------------------
+# ---- directories of strangers -----------------------------------------------------------------------------------
 
 
 DEEP = {

@@ -201,7 +201,8 @@ def test_weights_alone(offloaded: Callable[..., nn.Module], tmp_path: Path) -> N
         memascend.load_distributed(twin, memascend.AdamW(twin.parameters()), tmp_path / "saved")
 
 
-#: What a rank runs with FSDP: from the checkpoint "ours" to "theirs", on the model and the input that the test has too.
+#: The program of a rank with FSDP: from the checkpoint "ours" to "theirs", on the model and the input that the test has
+#: too.
 ON_A_RANK = """
 import sys
 import torch
@@ -267,7 +268,7 @@ def test_to_fsdp_and_back(offloaded: Callable[..., nn.Module], tmp_path: Path) -
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """The kernel allows no more private memory than 30 % of the states', on top of what there was before."""
+    """The kernel allows no more private memory than 30 % of the states', on top of earlier memory."""
     script = f"""
 import gc, resource, sys
 from pathlib import Path
@@ -318,7 +319,7 @@ BOUND_ULPS = 8
 
 
 def assert_close_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], steps: int) -> None:
-    """Within `BOUND_ULPS` of the larger of the weight and of what the steps can have moved it by."""
+    """Within `BOUND_ULPS` of the larger of the weight and its largest possible change by the steps."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         scale = torch.maximum(value.abs(), torch.tensor(steps * LR))

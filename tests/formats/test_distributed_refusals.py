@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 def small(seed: int = 0) -> nn.Module:
-    """A model whose layers are packed."""
+    """Return a model whose layers are packed."""
     torch.manual_seed(seed)
     return tiny.Plain(width=64, vocabulary=2048)
 
@@ -56,7 +56,7 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
 
 
 def damaged(checkpoint: Path, change: Callable[[Any], None]) -> None:
-    """Change what the checkpoint says of itself."""
+    """Change the metadata of the checkpoint."""
     file = checkpoint / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     change(metadata)
@@ -195,7 +195,7 @@ def test_no_pickle_runs(checkpoint: Path, tmp_path: Path, where: str) -> None:
 )
 def test_classes_that_are_refused_are_named(tmp_path: Path, name: str) -> None:
     module, attribute = name.split()
-    # What a pickle of protocol 4 says for a global, dots within the name too.
+    # The opcodes of a global in a pickle of protocol 4, with dots in the name too.
     stack_global = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, attribute))
     (tmp_path / ".metadata").write_bytes(stack_global + b"\x93.")
     with pytest.raises(memascend.CheckpointError, match=name.replace(" ", r"\.")):

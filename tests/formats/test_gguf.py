@@ -26,7 +26,8 @@ from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entr
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: What transformers reads from GGUF as it is: it does not know the biases of Llama, nor Qwen3's width of heads.
+#: Architectures that transformers reads from GGUF unchanged: it does not know the biases of Llama, nor Qwen3's width of
+#: heads.
 READ_BACK = ["llama3", "smollm2", "mistral", "qwen2", "gemma2", "gemma3"]
 PROMPT = "The drive's 2 files: 12345 rows,  don't we?\n\n\tGröße 東京 WE'LL see."
 

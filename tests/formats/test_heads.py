@@ -70,6 +70,7 @@ def test_values_of_the_configuration(causal: Path) -> None:
     ("options", "error", "message"),
     [
         ({"no_such_option": 1}, TypeError, "no option 'no_such_option', and neither has the configuration of a llama"),
+        ({"updte": "forward"}, TypeError, "no option 'updte', .* a llama model: did you mean 'update'"),
         ({"model_class": "NoClass"}, ValueError, "NoClass is no class of transformers"),
         ({"attn_implementation": "org/kernel"}, ValueError, "is code of the hub"),
         ({"model_class": "AutoModelForCTC"}, ValueError, "AutoModelForCTC has no class for a llama model"),

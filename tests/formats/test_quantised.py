@@ -1,4 +1,4 @@
-"""Quantised directories: what is read has the bits of the forms' libraries; the rest is refused by name."""
+"""Quantised directories: weights have the bits of the forms' libraries; other forms are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _INTEGERS: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FLOATS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 _FOUR: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-#: Formats of compressed-tensors, with what it is told of the weights.
+#: Formats of compressed-tensors, with its options for weights.
 COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-rows": ("float-quantized", _FLOATS | {"strategy": "channel"}),
     "fp8-whole": ("float-quantized", _FLOATS | {"strategy": "tensor"}),
@@ -323,7 +323,7 @@ def described(directory: Path, **method: Any) -> Path:
     return directory
 
 
-#: What a configuration says: what the refusal names.
+#: An entry of a configuration -> the text in the refusal.
 _READ: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8 with a scale for blocks of 128x128"),
     ({"quant_method": "fp8", "activation_scheme": "static"}, "FP8 with a scale per tensor"),

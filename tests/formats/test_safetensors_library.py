@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def build() -> LlamaForCausalLM:
-    """A model whose head is tied to its embedding."""
+    """Return a model whose head is tied to its embedding."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**tiny.SMALLEST_DECODER, tie_word_embeddings=True))
 
@@ -137,7 +137,7 @@ PROGRAMS = (
 
 
 def content(file: Path) -> Any:
-    """Header and data of a file, of which the library writes several entries of metadata in any order."""
+    """Header and data of a file, whose metadata the library writes in any order."""
     text = file.read_bytes()
     if file.suffix != ".safetensors":
         return text

@@ -1,4 +1,4 @@
-"""What is saved is what the model holds now: replaced and added modules, parts of it, buffers on a device."""
+"""A model is saved as it is now: replaced and added modules, parts of it, buffers on a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_saved_alike(ours: Path, theirs: Path) -> None:
-    """The same tensors under the same names, and the same configuration."""
+    """Check that tensors, names and configuration are the same."""
     tiny.assert_same_weights(tensors_in(ours), tensors_in(theirs))
     for name in ("config.json", "generation_config.json"):
         assert (ours / name).exists() == (theirs / name).exists(), name
@@ -162,7 +162,7 @@ def test_a_model_that_is_there_is_not_overwritten_unasked(
     }
     memascend.save_pretrained(model, out, dtype, overwrite=True)
     assert type(model).from_pretrained(out).lm_head.weight.shape == model.lm_head.weight.shape
-    # The model's own method replaces what is there, as it does in transformers.
+    # The model's own method replaces earlier files, as it does in transformers.
     model.save_pretrained(out)
 
 

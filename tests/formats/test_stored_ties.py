@@ -43,7 +43,7 @@ def directory_of(tmp_path: Path, kind: str, *, differing: bool = True) -> tuple[
     tensors = load_file(directory / WEIGHTS)
     tensors[head] = torch.randn_like(tensors[embedding]) * 0.05 if differing else tensors[embedding].clone()
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    if kind == "t5":  # as those of Flan-T5 are published
+    if kind == "t5":  # as Flan-T5's are published
         config_file = directory / "config.json"
         config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"tie_word_embeddings": False}))
     return directory, head

@@ -38,7 +38,7 @@ BF16 = {"mixed_precision": "bf16"}
 
 
 def _reset() -> None:
-    """Forget what accelerate remembers for the process."""
+    """Reset accelerate's state of the process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -66,7 +66,7 @@ class Loop:
         self.norms: list[torch.Tensor] = []
 
     def run(self, epochs: int = 1, batches: range | None = None, by_value: bool = False) -> Loop:
-        """Train; with `batches`, on those in order instead of on what the loader gives."""
+        """Train; with `batches`, on those in order instead of the loader's."""
         for _ in range(epochs):
             for inputs in self.loader if batches is None else [tiny.batch("qwen2", number) for number in batches]:
                 self.step(inputs, by_value)

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 #: After so many steps no bias is corrected.
 LATE = 10_000_000
-#: What PyTorch's square root may add where it does not fuse, in units in the last place of the update.
+#: Error of PyTorch's square root where it does not fuse, in units in the last place of the update.
 ROOT_ULPS = 8
 
 
 @pytest.fixture
 def adam(deepspeed: types.ModuleType) -> Iterator[Callable[..., int]]:
-    """Do a step with options like those of `torch.optim`: AdamW (`decoupled`) or Adam."""
+    """Do a step with options as in `torch.optim`: AdamW (`decoupled`) or Adam."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     operator = CPUAdamBuilder().load()
@@ -44,7 +44,7 @@ def adam(deepspeed: types.ModuleType) -> Iterator[Callable[..., int]]:
 class Reference:
     """A parameter that PyTorch's fused optimizer trains in float32.
 
-    It is padded to whole vectors: what is left over PyTorch computes without fusing multiplications and additions.
+    It is padded to whole vectors: PyTorch computes a remainder without fusing multiplications and additions.
     """
 
     def __init__(self, weight: torch.Tensor, decoupled: bool, corrected: bool = True, fused: bool = True) -> None:

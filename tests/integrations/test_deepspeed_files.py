@@ -243,7 +243,7 @@ def test_errors_name_the_file_and_others_go_on(handle: Any, tmp_path: Path) -> N
     assert (tmp_path / "other").read_bytes() == data.numpy().tobytes()
     assert handle.wait() == 0
     assert handle.sync_pread(found, str(present)) == 1
-    # What would have followed a transfer that failed is forgotten.
+    # Transfers that would have followed a failed one are forgotten.
     strided = torch.zeros(2, 50_000, dtype=torch.uint8)[:, ::2]
     handle.async_pread(strided, str(missing))
     handle.pwrite(data, str(missing), True, True)
@@ -387,7 +387,7 @@ def test_pinned_memory_is_given_up_once(pins: Any) -> None:
     assert not pins.is_pinned(tensors[1])
     assert pins.is_pinned(tensors[0])
     assert pins.is_pinned(tensors[2])
-    # What is left over does not dangle.
+    # No reference is left over.
     assert tensors[1].eq(3.0).all()
     assert pins.free_cpu_locked_tensor_by_ptr(tensors[2].data_ptr()) is True
     assert pins.free_cpu_locked_tensor_by_ptr(tensors[2].data_ptr()) is False

@@ -32,7 +32,7 @@ def stock(deepspeed: types.ModuleType) -> Iterator[types.ModuleType]:
 
 
 def everything() -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what all modules and classes of DeepSpeed hold, and what it keeps elsewhere."""
+    """Return the attributes of all modules and classes of DeepSpeed, and its state elsewhere."""
     found: dict[tuple[str, str], dict[str, Any]] = {("sys", ""): {n: v for n, v in vars(sys).items() if "deep" in n}}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "deepspeed" or module is None:
@@ -153,7 +153,7 @@ def test_other_versions_are_left_alone(version: str, stock: types.ModuleType, mo
     assert not changed(before)
 
 
-#: What each piece of DeepSpeed's code is needed for, by the number of larger parts that do without it.
+#: Pieces of DeepSpeed's code, by the number of larger parts that do without each.
 NEEDED = {
     "SwapBufferManager": 0,
     "PartitionedOptimizerSwapper": 0,

@@ -24,13 +24,13 @@ DTYPES = ("bfloat16", "float32")
 TIERS = ("A", "AB", "ABC")
 #: Eight batches again and again: the loss falls from 6.4 to about 0.01.
 OPTIONS: dict[str, Any] = {"steps": 50, "batches": 8, "layers": 2, "sub_group": 1_000_000, "clip": 0.0}
-#: The most that losses with memascend's Adam differ from those with DeepSpeed's, as a share of the first loss. Measured
-#: on a processor with AVX-512: 0.0037 in bfloat16, of which one rounding moves a weight by 0.4%, and 8.4e-7 in float32.
+#: Tolerance between losses with memascend's and DeepSpeed's Adam, as a share of the first loss. Measured on a processor
+#: with AVX-512: 0.0037 in bfloat16, where one rounding moves a weight by 0.4%, and 8.4e-7 in float32.
 BOUND = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def trained(folder: Path, compiled_adam: bool) -> dict[str, dict[str, Any]]:
-    """Do all runs with one of the two Adams; what each has found."""
+    """Do all runs with one of the two Adams; return their results."""
     runs: dict[str, dict[str, Any]] = {}
     for dtype in DTYPES:
         options = OPTIONS | {"dtype": dtype, "compiled_adam": compiled_adam}
@@ -43,7 +43,7 @@ def trained(folder: Path, compiled_adam: bool) -> dict[str, dict[str, Any]]:
     file = folder / "runs.json"
     file.write_text(json.dumps([options | {"folder": f"{folder}/{name}"} for name, options in runs.items()]))
     command = [sys.executable, deepspeed_run.__file__, str(file)]
-    # Where PyTorch puts what it compiles.
+    # Where PyTorch puts compiled operators.
     variables = {"TORCH_EXTENSIONS_DIR": str(folder / "compiled")} | deepspeed_run.environment()
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

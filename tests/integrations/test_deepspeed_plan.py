@@ -1,4 +1,4 @@
-"""What DeepSpeed's plan keeps in memory, and what stays there between steps."""
+"""Data that DeepSpeed's plan keeps in memory, and data that stays there between steps."""
 
 from __future__ import annotations
 
@@ -151,12 +151,12 @@ def test_a_pool_gives_free_buffers_up_for_others() -> None:
     pool.take_back(small)
     del large
     assert pool.nbytes == 40_000
-    # There is room for 2,000 elements beside what is free, and for 4,000 if the largest goes.
+    # There is room for 2,000 elements as it is, and for 4,000 if the largest goes.
     other = pool.lend(2_000)
     assert pool.nbytes == 40_000 and other.data_ptr() == small.data_ptr()
     middle = pool.lend(4_000)
     assert pool.nbytes == PINNED.nbytes - before == 24_000
-    # What is in use is not refused, however much it is.
+    # Buffers in use are not refused, however many.
     more = [pool.lend(8_000) for _ in range(2)]
     assert pool.nbytes == 24_000 + 64_000
     for buffer in (other, middle, *more):

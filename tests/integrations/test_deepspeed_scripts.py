@@ -82,7 +82,7 @@ if accelerator.is_main_process:
         json.dump(losses, file)
 """
 SCRIPTS = {"trainer": TRAINER, "accelerate": ACCELERATE}
-#: The Trainer fills in what is "auto".
+#: The Trainer fills in "auto" values.
 AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 ZERO = {"stage": 3, "sub_group_size": 1_000_000, "stage3_param_persistence_threshold": 0}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

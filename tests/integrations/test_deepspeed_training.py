@@ -30,7 +30,7 @@ TIERS = ("A", "AB", "ABC")
 
 
 #: Every case is trained with each of `TIERS`, and without offload by PyTorch's fused AdamW. The sizes of the model's
-#: partitions are no multiples of what drives read.
+#: partitions are no multiples of a drive's block.
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"clip": 0.0, "buffer_size": 0, "in_memory": 1_000_000_000},
     "clipping, sub-groups, accumulated": {"layers": 2, "sub_group": 1_000_000, "accumulated": 2},
@@ -60,7 +60,7 @@ RANKS = {"ranks": 2, "sub_group": 1_000_000}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each run has found, by the name of the run. One of pytest's processes has it all trained."""
+    """The results of each rank of each run, by the name of the run. One of pytest's processes has it all trained."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -201,7 +201,7 @@ def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict
 def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     for run in ("bfloat16", "saved"):
         assert without_memory(trained[f"{run} {kept}"]) == without_memory(trained[f"{run} ABC"])
-    # Checkpoints hold what was in memory, and what is loaded takes its place.
+    # Checkpoints hold the resident states, and loaded ones replace them.
     expected = without_memory(trained["loaded ABC ABC"])
     assert without_memory(trained[f"loaded ABC {kept}"]) == expected
     assert without_memory(trained[f"loaded {kept} {kept}"]) == expected

@@ -37,7 +37,7 @@ def test_other_bits_are_told_unless_deepspeed_has_them_too() -> None:
     trained = {"a ABC": 1, "a none": 1, "b ABC": 2, "b none": 2, "ranks ABC": 3}
     newest = deepspeed_versions.Result("2", trained=trained)
     older = deepspeed_versions.Result("1", trained=dict.fromkeys(trained, 0) | {"a none": 1, "c ABC": 0})
-    # That of case b has changed in DeepSpeed itself.
+    # Case b has changed in DeepSpeed itself.
     assert older.same(newest) == (["a none"], ["a ABC", "ranks ABC"])
     assert newest.same(newest) == (list(trained), [])
 

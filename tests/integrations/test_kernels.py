@@ -130,7 +130,7 @@ def main(store: str) -> None:
 
 
 def help_interpreter() -> None:
-    """Give Triton's interpreter what Liger's kernels need and only a compiler has: floats as tensors, and rsqrt."""
+    """Give Triton's interpreter features of its compiler that Liger's kernels need: floats as tensors, and rsqrt."""
     import liger_kernel.ops.rms_norm as rms_norm
     import numpy
     import triton.language as tl

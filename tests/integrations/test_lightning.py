@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.usefixtures("products_in_float32"),
-    # What Lightning says of every small run: no workers, no data to validate on, a directory that is there.
+    # Warnings of Lightning for every small run: no workers, no data to validate on, a directory that is there.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -69,7 +69,7 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        # A reference of its own, which outlives that of the Trainer where a run goes on.
+        # A reference of its own, which outlives the Trainer's where a run goes on.
         optimizer = self.made = memascend.AdamW(trained, lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -328,7 +328,7 @@ def test_what_is_no_checkpoint_of_an_offloaded_model_is_refused(
         own.fit(module, batches(0, 1), ckpt_path=tmp_path / "memory.ckpt")
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true"])

@@ -134,7 +134,7 @@ def test_a_method(offloaded: Callable[..., nn.Module], tmp_path: Path, method: s
     assert torch.equal(logits(loaded), logits(peft.PeftModel.from_pretrained(build(), tmp_path / "theirs")))
 
 
-# ---- what is done with adapters -----------------------------------------------------------------------------------
+# ---- uses of adapters ---------------------------------------------------------------------------------------------
 
 
 def several(model: Any) -> list[Any]:
@@ -229,7 +229,7 @@ def test_adapters_on_parameters(offloaded: Callable[..., nn.Module], recompute: 
     assert_same([*steps(ours), values(ours)], [*steps(expected), values(expected)])
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------------
 
 
 def test_merging_into_files_is_refused(tmp_path: Path, store: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_frozen_base_with_experts_is_only_read(
 
 
 def directory(tmp_path: Path) -> Path:
-    """A checkpoint as it is published, each expert by itself, with the tokenizer of other tests' models."""
+    """Return a checkpoint as it is published, each expert by itself, with the tokenizer of other tests' models."""
     path = tiny.llama_directory(tmp_path, hidden=64, layers=2)
     config = json.loads((path / "config.json").read_text())
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ def model_folder(tmp_path: Path) -> str:
 
 @pytest.fixture
 def run_found(model_folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
-    """Interrupt a run, and return what makes a Trainer over its store."""
+    """Interrupt a run, and return a function that makes a Trainer over its store."""
     interrupted(make(model_folder, tmp_path / "out", offload=True, callbacks=[InterruptAt(5, "on_step_begin")]))
 
     def again(model: Any = model_folder, **arguments: Any) -> Any:
@@ -163,7 +163,7 @@ def test_an_upload_leaves_the_store_out(
 
 
 def test_a_trainer_that_is_gone_is_freed(model_folder: str, tmp_path: Path) -> None:
-    """What `memascend.track` is given may refer to the model: nothing else would end its memory, threads and files."""
+    """A tracked object may refer to the model: nothing else would end its memory, threads and files."""
     trainer = make(model_folder, tmp_path / "out", offload=True, max_steps=2)
     trainer.train()
     runtime = offload_of(trainer.model).runtime

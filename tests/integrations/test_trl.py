@@ -50,7 +50,7 @@ TURNS = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character, and a chat template that says what the assistant has written."""
+    """Return one token for each character, and a chat template that marks the assistant's words."""
     from tokenizers import Tokenizer, models
 
     names = [chr(code) for code in range(32, 127)] + ["<eos>", "<unk>"]

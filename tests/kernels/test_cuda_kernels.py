@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- the CUDA kernels, without a device ---------------------------------------------------------------------
 
 
-#: What CuPy appends to the options of every program.
+#: Options that CuPy appends for every program.
 CUPYS = ("-ftz=true",)
 
 
@@ -140,7 +140,7 @@ def test_cupy_is_given_torchs_stream() -> None:
     for handle, expected in ((0x7F00, 0x7F00), (0, cupy.cuda.runtime.streamLegacy)):
         stream = cupy.cuda.Stream.from_external(launcher._Stream(Torchs(handle)))
         assert stream.ptr == expected
-    # What the kernels' parameters are, as wide as CuPy passes them.
+    # Types of the kernels' parameters, as wide as CuPy passes them.
     from cupy._core._scalar import CScalar
 
     assert {CScalar(number).dtype for number in (0, 1, 2**31, 2**47)} == {np.dtype(np.int64)}
@@ -179,7 +179,7 @@ class Host:
         return bool(flag[0]), float(total[0]) if norm else None
 
     def block_sums(self, tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-        """The bits of the blocks' sums of squares, and the flag."""
+        """Return the bits of the blocks' sums of squares, and the flag."""
         blocks = -(-tensor.numel() // BLOCK)
         sums, flag = np.full(blocks + 1, 1e300), np.zeros(1, np.int32)
         self._library.block_sums(
@@ -193,7 +193,7 @@ class Host:
         return sums[:blocks].view(np.uint64), int(flag[0])
 
     def project(self, gradient: torch.Tensor, projection: _memascend.Projection) -> torch.Tensor:
-        """What `launcher.project` writes for a gradient, (rows, columns)."""
+        """Return the result of `launcher.project` for a gradient, (rows, columns)."""
         depth = min(gradient.shape)
         matrix = torch.full((depth * projection.rank + 1,), 1e30)
         numbers = torch.full((projection.numbers + 1,), 1e30)
@@ -216,7 +216,7 @@ class Host:
         return numbers[:-1]
 
     def convert(self, dtype: torch.dtype, bits: np.ndarray, rounding: bool) -> np.ndarray:
-        """The fp32 bits of values, or fp32 bits rounded to a dtype's."""
+        """Return the fp32 bits of values, or fp32 bits rounded to a dtype's."""
         source, target = np.ascontiguousarray(bits, np.uint32), np.empty(bits.size, np.uint32)
         self._library.convert(
             ctypes.c_ulonglong(launcher.DTYPES[dtype]),
@@ -236,7 +236,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     library = tmp_path_factory.mktemp("host") / "overflow.so"
     shim = Path(__file__).with_name("cuda_on_host.cpp")
     (library.parent / "memascend.cu").write_text(launcher.source())
-    # The source reads 16 bytes at a time. What is not exact is fused only where the source says so.
+    # The source reads 16 bytes at a time. Inexact operations are fused only where the source says so.
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas"]
     flags += ["-ffp-contract=off"]
     source = f'-DSOURCE="{library.parent / "memascend.cu"}"'
@@ -345,7 +345,7 @@ def test_a_found_flag_stops_the_chunks_after_it(host: Host) -> None:
 
 
 def stats_of_blocks(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The bits of each block's sum of squares by the CPU's kernels, and 1 if any element is not finite."""
+    """Return the bits of each block's sum of squares by the CPU's kernels, and 1 if any element is not finite."""
     found = [
         _memascend.gradient_stats(str(part.dtype).removeprefix("torch."), part.numel(), part.data_ptr())
         for part in tensor.flatten().split(BLOCK)
@@ -399,7 +399,7 @@ SHAPES = [(1, 1), (3, 5), (5, 3), (64, 64), (65, 17), (17, 130), (200, 96), (96,
 
 
 def projected_on_host(gradient: torch.Tensor, projection: _memascend.Projection) -> torch.Tensor:
-    """What the CPU's kernels make of a gradient, as bits."""
+    """Return the projection by the CPU's kernels, as bits."""
     numbers = torch.empty(projection.numbers)
     ForTests.write_projected(
         projection.of(str(gradient.dtype).removeprefix("torch."), gradient.data_ptr(), 1), numbers.data_ptr()

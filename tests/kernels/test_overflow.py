@@ -173,7 +173,7 @@ def test_autograd_is_told() -> None:
     assert inference[0] == 0.5
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_an_overflowed_kept_gradient_is_found(offloaded: Callable[..., nn.Module
     (model(**tiny.batch("llama", 0)).loss * math.inf).backward()
     gradients = [p.grad for p in model.parameters()]
     assert check(gradients).found_inf and math.isnan(check(gradients, norm=True).norm)
-    # Filled, a marker is what it shows.
+    # A filled marker shows its values.
     model.zero_grad(set_to_none=False)
     assert check([p.grad for p in model.parameters()], norm=True).norm == 0.0
 
@@ -293,7 +293,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
 
 def test_no_memory_is_taken() -> None:
-    """Counted by the kernel, as the process's peak; the Rust tests count what the allocator is asked for."""
+    """Counted by the kernel, as the process's peak; the Rust tests count requests to the allocator."""
     done = subprocess.run([sys.executable, "-P", "-c", MEMORY], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -53,7 +53,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def alone(script: str, cudart: str | Path | None, *words: object) -> str:
-    """Run a script in a process of its own, which searches for its CUDA runtime anew; return what it printed."""
+    """Run a script in a process of its own, which searches for its CUDA runtime anew; return its output."""
     environment = {fake_cuda.VARIABLE: None if cudart is None else str(cudart)}
     return lab.run_script(PREAMBLE + script, list(map(str, words)), environment)
 
@@ -203,7 +203,7 @@ assert Fake().get("all_calls") == 0
 
 # ---- no CUDA to be had --------------------------------------------------------------------------------------
 
-#: what is wrong: (definitions of the fake runtime, or none of it; what the error must say)
+#: fault -> (definitions of the fake runtime, or none of it; the error's text)
 UNUSABLE: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...]]] = {
     "no device": (("FAKE_DEVICES=0",), ("no CUDA device", "CUDA_VISIBLE_DEVICES", "libcudart")),
     "devices hidden": (("FAKE_COUNT_ERROR=100",), ("no CUDA device", "CUDA_VISIBLE_DEVICES", "libcudart")),
@@ -267,8 +267,9 @@ print(told)
 
 LEASES = """
 from memascend._memascend import Runtime, ForTests
+from memascend.plan.arena import Arena
 fake = Fake()
-runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="cuda")
+runtime = Runtime([Path(sys.argv[1])], Arena([("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1), allocator="cuda")
 
 def free():
     return runtime.lease_unit(MIB) is not None
@@ -345,7 +346,9 @@ assert (fake.get("live_allocations"), fake.get("live_events"), fake.get("misuses
 def test_waiting_for_a_stream_needs_cuda(tmp_path: Path) -> None:
     script = """
 from memascend._memascend import Runtime, ForTests
-runtime = Runtime([Path(sys.argv[1])], [("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1, allocator="pageable")
+from memascend.plan.arena import Arena
+arena = Arena([("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1)
+runtime = Runtime([Path(sys.argv[1])], arena, allocator="pageable")
 lease = runtime.lease_unit(MIB)
 told = refused(lambda: ForTests.return_after(lease, 0))
 assert "/nonexistent/libcudart.so" in told, told

@@ -49,7 +49,7 @@ def told(capfd: pytest.CaptureFixture[str], words: list[Any]) -> tuple[int, str,
 
 
 def refusal(capfd: pytest.CaptureFixture[str], words: list[Any]) -> str:
-    """The line in which a command refuses."""
+    """Return the line in which a command refuses."""
     code, out, err = told(capfd, words)
     assert code == 2, err
     assert out == ""
@@ -58,7 +58,7 @@ def refusal(capfd: pytest.CaptureFixture[str], words: list[Any]) -> str:
 
 
 def measured(place: Any, mix: float, **worth: bool) -> dict[str, Any]:
-    """A measurement as `memascend bench` remembers it."""
+    """Return a measurement as `memascend bench` remembers it."""
     return {
         "place": str(place),
         "identity": drives.identity(place),
@@ -100,7 +100,7 @@ def test_polling_is_tried_where_processors_can_be_spared(tmp_path: Path, monkeyp
     found = drives.measure(tmp_path, size=4 * MIB, seconds=0.05, engine="ring", progress=said.append)
     assert "with io_poll" in said
     assert "with sq_poll" in said
-    # What the kernel grants is measured, what it refuses is left out.
+    # Granted features are measured, refused ones are left out.
     assert set(found["polling"]) <= {"io_poll", "sq_poll"}
     assert said.count("without, once more") == len(found["polling"])
     for gain in found["polling"].values():
@@ -125,7 +125,7 @@ def test_memory_that_makes_no_sense_is_forgotten(tmp_path: Path) -> None:
     for text in ("", "[]", "{", '{"x": 1}', json.dumps({drives.identity(tmp_path): {"workloads": {}}})):
         drives.remembered_in().write_text(text)
         assert drives.store_options([tmp_path]) == ({}, None)
-    # Written anew, not added to what cannot be read.
+    # Written anew, not added to an unreadable file.
     drives.remember([measured(tmp_path, 1e9, io_poll=True)])
     assert drives.store_options([tmp_path]) == ({"io_poll": True}, None)
 
@@ -186,7 +186,7 @@ def test_transfers_through_leases(tmp_path: Path, engine: str) -> None:
     volume.close()
     with pytest.raises(RuntimeError, match="closed"):
         volume.stats()
-    # What the buffers hold stays theirs.
+    # The contents of the buffers stay theirs.
     assert bytes(source)[:7] == bytes(7)
     assert list(tmp_path.iterdir()) == []
 
@@ -220,7 +220,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finetune(model_dir: Path, out: Path, *places: Any, **flags: Any) -> list[Any]:
-    """Arguments of a small run."""
+    """Return the arguments of a small run."""
     words = ["finetune", model_dir, "--data", model_dir.parent / "text.txt", "--out", out]
     words += ["--steps", 2, "--seq-len", 32, "--grad-accum", 2, "--dtype", "bfloat16"]
     for place in places:
@@ -355,7 +355,7 @@ def test_a_device_without_room_is_named(device: lab.LoopDevice, offloaded: Calla
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, faults: str) -> dict[str, Any]:
-    """Options for a drive in memory with these faults."""
+    """Return the options for a drive in memory with these faults."""
     monkeypatch.setenv("MEMASCEND_SIM_FAULTS", faults)
     return {"engine": "sim"}
 
@@ -406,7 +406,7 @@ def test_the_simulated_drive_is_not_among_the_choices(store: Path, monkeypatch: 
         memascend.offload(tiny.build("llama"), store=store, host_memory="256MiB", engine="sim")
 
 
-# ---- what must not happen -----------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------
 
 
 def test_a_store_is_cleaned_up_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

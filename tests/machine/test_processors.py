@@ -19,7 +19,7 @@ from memascend.machine import cgroups, processors, threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: What a process of its own finds.
+#: The findings of a process of its own.
 SHOWN = (
     "import json; from memascend.machine import threads; from memascend.machine.processors import processors; "
     "here = processors(); print(json.dumps([here.logical, here.physical, here.quota, here.quota_of, here.whole, "
@@ -95,7 +95,7 @@ def test_a_hierarchy_that_is_named_by_its_controllers(
     machine: Callable[..., processors.Processors], tmp_path: Path
 ) -> None:
     write(tmp_path / "groups/cpu,cpuacct", {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000})
-    # The path is the host's, of which a container shows the root alone.
+    # The path is the host's, and a container shows the root alone.
     assert machine(8, "3:cpu,cpuacct:/docker/1234").quota == 3.0
 
 
@@ -104,7 +104,7 @@ def test_a_quota_of_all_processors_is_none(machine: Callable[..., processors.Pro
     assert machine(4).quota is None
 
 
-# ---- what follows from them ---------------------------------------------------------------------------------
+# ---- consequences -------------------------------------------------------------------------------------------
 
 
 def test_update_threads_follow_the_cores(
@@ -166,7 +166,7 @@ def test_a_variable_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 
 def shown(command: list[str]) -> list[Any]:
-    """Return what a process of its own, started by `command`, finds."""
+    """Return the findings of a process of its own, started by `command`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEMASCEND_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Which dtype the processor computes in, and what is chosen and said by it: with and without its bfloat16."""
+"""Which dtype the processor computes in, and the choice and message by it: with and without its bfloat16."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finetune(model_dir: Path, room: Path, *more: Any, out: str = "out") -> list[Any]:
-    """Words of a small run with the default dtype."""
+    """Return the words of a small run with the default dtype."""
     text = model_dir.parent / "text.txt"
     words = ["-m", "memascend", "finetune", model_dir, "--data", text, "--out", room / out]
     return [*words, "--steps", "2", "--seq-len", "32", "--lr", "1e-3", *more]

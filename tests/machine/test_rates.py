@@ -1,4 +1,4 @@
-"""What a machine can do: `memascend bench --gpu`, what is remembered of it, and refusals without it."""
+"""Rates of a machine: `memascend bench --gpu`, remembered results, and refusals without them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_work_is_counted_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         finished += 1
 
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: now)
-    # Eight pieces of work and what they are waited for take 4 seconds; the first piece is not counted.
+    # Eight pieces of work and their waits take 4 seconds; the first piece is not counted.
     assert gpu._per_second(work, 7.0, finish) == 2.0
     assert finished == 1 + 2
 

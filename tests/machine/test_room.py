@@ -1,4 +1,4 @@
-"""What cgroups leave to this process, from trees of files as the kernel shows them."""
+"""Memory that cgroups leave to this process, from trees of files as the kernel shows them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Fake the files of /proc: cgroups are below `tmp_path`, and the machine has 1 GiB of which `available` is left."""
+    """Fake the files of /proc: cgroups are below `tmp_path`, and the machine has 1 GiB, with `available` free."""
     real = Path.read_text
 
     def fake(own: str, available: int = 800 * MIB) -> Path:
@@ -50,7 +50,7 @@ def write(root: Path, files: dict[str, Any]) -> None:
 
 
 def room(part: str) -> tuple[int, int]:
-    """Bytes left, and of these the reserve, of the bound whose description has `part`."""
+    """Return the bytes left, and of these the reserve, of the bound whose description has `part`."""
     (bound,) = [bound for bound in limits.memory_bounds() if part in bound.description]
     return bound.left, bound.reserve
 
@@ -66,7 +66,7 @@ def test_each_group_above_is_a_bound(machine: Callable[..., Path], tmp_path: Pat
             f"outer/{limit}": 512 * MIB,
             f"outer/{usage}": 400 * MIB,
             "outer/memory.stat": f"{total}inactive_file {100 * MIB}\n{total}active_file {30 * MIB}\n"
-            # The code of libraries, and what waits for a drive, cannot be taken at once.
+            # The code of libraries, and pages that wait for a drive, cannot be taken at once.
             f"{total}{'mapped_file' if version == 1 else 'file_mapped'} {20 * MIB}\n"
             f"{total}{'dirty' if version == 1 else 'file_dirty'} {5 * MIB}",
             f"outer/inner/{limit}": 256 * MIB,
@@ -79,7 +79,7 @@ def test_each_group_above_is_a_bound(machine: Callable[..., Path], tmp_path: Pat
     assert room("/outer/inner allows") == (56 * MIB, 16 * MIB)
     assert room("the system's") == (800 * MIB, (1 << 30) // 10)
     assert len(limits.memory_bounds()) == 3
-    # What refuses a plan counts all of the page cache.
+    # The check that refuses a plan counts all of the page cache.
     assert limits.available_memory()[0] == 56 * MIB
 
 

@@ -1,4 +1,4 @@
-"""How PyTorch's threads wait: what a process of its own spends of its processors' time while it does nothing.
+"""How PyTorch's threads wait: processor time of an idle process.
 
 Processor time is counted, so that these tests say the same on a busy machine.
 """
@@ -37,7 +37,7 @@ def measure(name):
 
 
 def measured(program: str, **environment: str) -> dict[str, Any]:
-    """Return what a process of its own has put into `seen`."""
+    """Return the value of `seen` in a process of its own."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -74,7 +74,7 @@ def test_a_crowd_has_threads_sleep_while_it_lasts() -> None:
 
 
 def test_openmp_reads_the_environment_when_it_is_loaded() -> None:
-    """What is set in a program that has imported PyTorch changes nothing, so memascend sets nothing there."""
+    """Variables set in a program that has imported PyTorch change nothing, so memascend sets none there."""
     assert measured("measure('set before')", OMP_WAIT_POLICY="passive")["set before"] < SLEEPS
     assert measured("os.environ['OMP_WAIT_POLICY'] = 'passive'; measure('set late')")["set late"] > SPINS
 
@@ -139,7 +139,7 @@ def test_neighbours_are_what_others_use_of_the_mask(monkeypatch: pytest.MonkeyPa
     counted = neighbours.Neighbours()
     now[0], own[0] = 12.0, 2.5
     busy |= {"cpu0": 150, "cpu1": 700, "cpu2": 175}
-    # 125 ticks of user time and as many of steal: 2.5 s in 2 s, of which 1.5 s are its own.
+    # 125 ticks of user time and as many of steal: 2.5 s in 2 s, and 1.5 s are its own.
     assert counted.processors() == pytest.approx(0.5)
     now[0], own[0] = 13.0, 4.0
     assert counted.processors() == 0.0, "clocks differ"

@@ -1,4 +1,4 @@
-"""Addresses of what is on SSD: stable, those of no other values, and never ones that could be read at."""
+"""Addresses of tensors on SSD: stable, unique, and never readable."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_only_who_compares_an_address_gets_it(offloaded: Callable[..., nn.Module
 
 
 def test_the_modules_that_compare_are_there() -> None:
-    """A release that moves what compares addresses is noticed."""
+    """A release that moves code that compares addresses is noticed."""
     import importlib
     import inspect
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from architecture_tables import Seen
 
 LISTED = json.loads(Path(__file__).with_name("architectures.json").read_text())
-#: What may become of an architecture, but for "same".
+#: Outcomes of an architecture, but for "same".
 OUTCOMES = ("refused", "not saved", "not trained", "not built", "not run")
-#: What `make test` runs: one of each family.
+#: Cases of `make test`: one of each family.
 CORE = [
     "BertForMaskedLM",
     "CLIPModel",
@@ -46,7 +46,7 @@ CORE = [
     "XLMWithLMHeadModel",
     "YolosForObjectDetection",
 ]
-#: What `make test` runs with tables: heads tied and not, with a bias and a soft cap; embeddings that are added to in
+#: Cases of `make test` with tables: heads tied and not, with a bias and a soft cap; embeddings that are added to in
 #: place, that two modules share, and whose weight the code indexes itself.
 CORE_TABLES = [
     "BertForMaskedLM",
@@ -57,21 +57,21 @@ CORE_TABLES = [
     "NanoChatForCausalLM",
     "T5ForConditionalGeneration",
 ]
-#: What `make test` runs with layers on slices of the batch, and what becomes of it.
+#: Cases of `make test` with layers on slices of the batch, and their outcome.
 CORE_SLICES = {
     "BertForMultipleChoice": "sliced",  # Its layers have a row for each choice.
     "Qwen3MoeForCausalLM": "sliced",
     "ResNetForImageClassification": "whole",  # batch norm
     "WhisperForConditionalGeneration": "sliced",
 }
-#: How far the loss in pieces may be from that of whole logits, relative to it, and its gradients, to the largest.
+#: Tolerance of the loss in pieces beside whole logits, relative to it, and of its gradients, to the largest.
 LOSS_APART_MAX, GRADIENT_APART_MAX = 1e-6, 1e-5
 #: Longer than any takes, however busy the machine is.
 SECONDS = 600
 
 
 def architectures() -> list[str]:
-    """The classes that the auto classes with a task list."""
+    """Return the classes that the auto classes with a task list."""
     found = set()
     for name, mapping in vars(modeling_auto).items():
         if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES"):
@@ -84,12 +84,12 @@ ARCHITECTURES = architectures()
 
 
 def is_listed_version() -> bool:
-    """Whether these are the transformers whose architectures are listed."""
+    """Return whether these are the transformers whose architectures are listed."""
     return transformers.__version__.startswith(f"{LISTED['transformers']}.")
 
 
 def is_trained(name: str) -> bool:
-    """Whether a small model of an architecture was built and trained in memory."""
+    """Return whether a small model of an architecture was built and trained in memory."""
     return not any(name in LISTED[kind] for kind in ("not built", "not trained", "not run"))
 
 

@@ -77,7 +77,7 @@ def test_buffers_still_being_written_back_are_waited_for(
     kind: type[nn.Module],
     flush: bool,
 ) -> None:
-    # Collecting garbage must not be what gives the drive its time.
+    # Collecting garbage must not give the drive its time.
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def test_an_undeterministic_forward_is_told(offloaded: Callable[..., nn.Module])
 
 
 def wide(tie: bool = False) -> nn.Module:
-    """A Llama whose embedding, head and layers are each too large to share a unit."""
+    """Return a Llama whose embedding, head and layers are each too large to share a unit."""
     torch.manual_seed(3)
     config = LlamaConfig(
         **tiny.SMALL_DECODER
@@ -194,7 +194,7 @@ def test_an_abandoned_backward_pass_gives_the_only_buffer_back(offloaded: Callab
     with pytest.raises(Broken):
         abandoned.backward()
     hook.remove()
-    # The loss of the failed pass still lives, and with it what was recomputed for it.
+    # The loss of the failed pass still lives, and with it the recomputed tensors.
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert abandoned.isfinite()
 

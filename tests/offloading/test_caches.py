@@ -88,7 +88,7 @@ def caching(name: str) -> PreTrainedModel:
 
 
 def tokens(number: int, columns: int = 7) -> torch.Tensor:
-    # An odd number of columns, for which products of keys in one piece differ from those of keys in strides.
+    # An odd number of columns, for which products of contiguous and strided keys differ.
     return torch.randint(3, VOCABULARY, (2, columns), generator=torch.Generator().manual_seed(number))
 
 

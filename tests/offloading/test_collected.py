@@ -89,7 +89,7 @@ def test_a_model_in_a_cycle_is_found_by_the_collector_alone(store: Path) -> None
 
 
 def kept_as_reference(store: Path, **options: Any) -> None:
-    """Compare what a store holds with two steps in memory, then with a third one on both sides."""
+    """Compare the contents of a store with two steps in memory, then with a third one on both sides."""
     reference, again = Net(), Net()
     optimizer = train(reference)
     resumed = memascend.resume(store, model=again, allocator="pageable", **options)
@@ -170,7 +170,7 @@ def test_collected_in_the_middle_of_other_code(store: Path, tmp_path: Path) -> N
 
     def interrupt(*_: Any) -> None:
         gone.clear()
-        with torch.device("meta"), torch.inference_mode():  # what a thread of its own does not see
+        with torch.device("meta"), torch.inference_mode():  # state that another thread does not see
             gc.collect()
 
     other.layers[1].register_forward_hook(interrupt)

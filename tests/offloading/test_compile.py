@@ -1,4 +1,4 @@
-"""torch.compile of an offloaded model's layers: what streams stays outside of the graphs, and the bits are the same."""
+"""torch.compile of an offloaded model's layers: streaming stays outside of the graphs, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_compiled_layers(offloaded: Callable[..., nn.Module], how: str, recomput
 
 @pytest.mark.parametrize("first", ["compile", "offload"])
 def test_a_compiled_model_streams_outside_of_the_graphs(offloaded: Callable[..., nn.Module], first: str) -> None:
-    # Its layers run as they are: what surrounds them cannot be traced.
+    # Its layers run as they are: the code around them cannot be traced.
     expected, model = train(tiny.build("plain")), tiny.build("plain")
     if first == "compile":
         model.compile(backend="aot_eager")

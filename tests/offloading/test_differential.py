@@ -50,14 +50,14 @@ def with_values(piece: str, draw: Any) -> str:
 
 @st.composite
 def piece(draw: Any) -> str:
-    """A piece of a program, or nothing: what a piece shrinks to that is not needed."""
+    """Return a piece of a program, or nothing, which a needless piece shrinks to."""
     group = draw(st.sampled_from(["nothing", *DRAWN_FROM]))
     return "" if group == "nothing" else with_values(draw(st.sampled_from(pieces.GROUPS[group])), draw)
 
 
 @st.composite
 def program(draw: Any) -> tuple[dict[str, Any], list[str]]:
-    """Options of the twins, and pieces."""
+    """Return the options of the twins, and pieces."""
     options = {name: draw(values) for name, values in OPTIONS.items()}
     usual = {name: getattr(Twins, name) for name in options}
     parts = draw(st.lists(piece(), min_size=8, max_size=20))
@@ -78,7 +78,7 @@ def run(options: dict[str, Any], parts: list[str]) -> collections.Counter[str]:
     return twins.counts + twins.refusals
 
 
-@pytest.mark.filterwarnings("ignore")  # what PyTorch says of a program, it says once
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of a program once
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(part: int) -> None:
     counts: collections.Counter[str] = collections.Counter()

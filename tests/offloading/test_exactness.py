@@ -1,4 +1,4 @@
-"""An offloaded model computes, to the bit, what the same model computes in memory."""
+"""An offloaded model computes the bits of the same model in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives that are full, forbidden or hold another store: what is said, and what is left."""
+"""Drives that are full, forbidden or hold another store: the errors, and the files left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in offloading without care: one test per hazard, each failing without that care."""
+"""Hazards of offloading: one test for each, each failing without that care."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT's adapters over an offloaded model: frozen weights are only read, and the bits are those of training in RAM."""
+"""PEFT's adapters over an offloaded model: frozen weights are only read, and the bits are the same as in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# What PEFT reads of transformers' models is deprecated there.
+# Attributes that PEFT reads of transformers' models are deprecated there.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.usefixtures("products_in_float32"),
@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def config(**options: Any) -> Any:
-    """Adapters with dropout, so that what is recomputed must draw the same random numbers."""
+    """Return the adapters with dropout, so that recomputation must draw the same random numbers."""
     defaults = {"r": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**defaults | options)
 
@@ -51,7 +51,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Run:
-    """What training computes."""
+    """The results of training."""
 
     def __init__(self, model: nn.Module, steps: range = range(STEPS), optimizer: Any = None) -> None:
         self.optimizer = optimizer or memascend.AdamW(trained(model).values(), lr=1e-2)
@@ -87,7 +87,7 @@ def gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 @cache
 def reference(dtype: torch.dtype | None = None, checkpointing: bool = False, **options: Any) -> Run:
-    """The same in memory."""
+    """Return the same in memory."""
     model = tiny.build("llama")
     if checkpointing:
         tiny.enable_checkpointing(model)
@@ -112,7 +112,7 @@ def test_adapters_added_to_an_offloaded_model(
     before = memascend.stats(model)
     Run(model).assert_same(reference(checkpointing=checkpointing))
     after = memascend.stats(model)
-    # What is frozen is read again in every pass, and that is all.
+    # Frozen weights are read again in every pass, and that is all.
     assert after["ssd_bytes_read"] > before["ssd_bytes_read"] + STEPS * before["ssd_bytes_written"]
     assert after["ssd_bytes_written"] == before["ssd_bytes_written"]
     assert after["store_bytes_used"] == before["store_bytes_used"]
@@ -138,7 +138,7 @@ def test_frozen_weights_are_never_written_again(offloaded: Callable[..., nn.Modu
     assert {place.parameter.requires_grad for each in tensors if not each.trained for place in each.places} == {False}
     packs = [tensor for tensor in tensors if tensor.packed and tensor.trained]
     assert len(packs) == 3 < sum(tensor.packed for tensor in tensors)
-    assert sum(line.count for line in state.plan.packs) == len(packs)  # no room for gradients of what is frozen
+    assert sum(line.count for line in state.plan.packs) == len(packs)  # no room for gradients of frozen weights
 
     used = memascend.stats(model)["store_bytes_used"]
     optimizer = memascend.AdamW(trained(model).values(), lr=1e-2)

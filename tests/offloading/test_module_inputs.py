@@ -24,7 +24,7 @@ import memascend
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-#: What becomes of all inputs, with the version of PyTorch that they are of.
+#: The outcome of all inputs, with their version of PyTorch.
 LISTED = json.loads(Path(__file__).with_name("module_inputs.json").read_text())
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The inputs of each module that `make test` runs, chosen by a fixed seed; `make soak` runs them all.
@@ -36,7 +36,7 @@ HOST_MEMORY = "20MiB"
 
 @cache
 def modules() -> dict[str, Any]:
-    """PyTorch's modules by name: internal, and the import needs expecttest, which PyTorch does not install."""
+    """Return PyTorch's modules by name: internal, and the import needs expecttest."""
     needs.package("expecttest")
     with warnings.catch_warnings():
         # Ignore its warnings about other packages that PyTorch's tests use.
@@ -111,7 +111,7 @@ class Case:
         return seen
 
     def outcome(self, store: Path) -> tuple[str, str]:
-        """Return what becomes of it: "same", "refused", "wrong" or "no parameters"; and why."""
+        """Return the outcome: "same", "refused", "wrong" or "no parameters"; and why."""
         model, beside = self.build(), self.build()
         if not list(model.parameters()):
             return "no parameters", ""
@@ -136,7 +136,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """A sum to which every value of every output contributes with a weight of its own."""
+    """Return a sum to which every value of every output contributes with a weight of its own."""
     trained = [output.flatten() for output in outputs if output.requires_grad]
     return sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype)).sum().float() for o in trained)
 
@@ -147,7 +147,7 @@ def _reason(error: Exception) -> str:
 
 @cache
 def cases(name: str, dtype: str) -> list[Case]:
-    """All inputs of a module: for training and for evaluation mode, alone and as recomputed layers."""
+    """Return all inputs of a module: for training and for evaluation mode, alone and as recomputed layers."""
     info, made = modules()[name], []
     for training in (True, False):
         torch.manual_seed(0)
@@ -210,5 +210,5 @@ def test_the_docs_say_how_many() -> None:
 
 
 def is_listed_version() -> bool:
-    """Whether this PyTorch has the inputs that are listed; another may have more or less of them."""
+    """Return whether this PyTorch has the inputs that are listed; another may have more or less of them."""
     return torch.__version__.startswith(f"{LISTED['torch']}.")

@@ -184,7 +184,7 @@ def test_a_lookup_reads_rows_and_not_the_table(offload: Callable[..., nn.Module]
     with torch.no_grad():
         assert torch.equal(embedding(ids), F.embedding(ids, weight))
     read = memascend.stats(model)["ssd_bytes_read"] - before
-    assert 0 < read < weight.nbytes / 20  # with what is read ahead
+    assert 0 < read < weight.nbytes / 20  # with the units read ahead
 
 
 def test_the_loss_is_that_of_transformers(offload: Callable[..., nn.Module]) -> None:
@@ -282,7 +282,7 @@ def test_code_that_indexes_the_weight_gets_it_whole(
 
 
 class Unusual(tiny.Plain):
-    """Uses the weights of its embedding and its head as no module of PyTorch does, and returns what `logits` gives."""
+    """Uses the weights of its embedding and head as no module of PyTorch does, and returns `logits`."""
 
     logits: Callable[[Unusual, torch.Tensor], torch.Tensor]
 
@@ -332,7 +332,7 @@ def test_models_that_use_their_tables_in_another_way(offload: Callable[..., nn.M
 
 
 def test_heads_in_a_list_are_layers(offload: Callable[..., nn.Module]) -> None:
-    """As those of Musicgen: each moves whole, and is multiplied by whole, in memory too."""
+    """As in Musicgen: each moves whole, and is multiplied by whole, in memory too."""
 
     class Listed(Unusual):
         def __init__(self) -> None:

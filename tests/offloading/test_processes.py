@@ -148,7 +148,7 @@ def test_a_forked_child_that_exits_leaves_the_store_alone(offloaded: Callable[..
 
 
 def _use_in_child(model: nn.Module, use: Callable[[nn.Module], Any]) -> str:
-    """Fork, use the model in the child, and return what that raised there."""
+    """Fork, use the model in the child, and return its exception."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

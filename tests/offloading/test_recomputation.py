@@ -1,4 +1,4 @@
-"""What a recomputed layer does besides computing: buffers, writes in place. As in memory, or refused."""
+"""Side effects of a recomputed layer: buffers, writes in place. As in memory, or refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Average(nn.Module):
-    """An average of what went by, which is also used, updated by assignment."""
+    """A running average, which is also used, updated by assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Attribute(nn.Module):
 
 
 class Lazy(nn.Module):
-    """Registers its buffer at the first call; what it keeps of each call has a graph."""
+    """Registers its buffer at the first call; the value it keeps of each call has a graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "first"):
@@ -87,7 +87,7 @@ class Lazy(nn.Module):
 
 
 class Views(nn.Module):
-    """Two buffers of one storage, one of which is written."""
+    """Two buffers of one storage; one is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def inputs(number: int) -> torch.Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every buffer, tensor attribute and count of a model, and every gradient."""
+    """Return every buffer, tensor attribute and count of a model, and every gradient."""
     state = {f"gradient of {name}": gradient for name, gradient in tiny.gradients_of(model)}
     for name, module in model.named_modules():
         attributes = {key: value for key, value in module.__dict__.items() if type(value) is torch.Tensor}
@@ -402,7 +402,7 @@ def test_checkpointing_writes_buffers_twice_as_in_memory(offloaded: Offload, fre
 
 
 class Large(nn.Module):
-    """A buffer too large to be copied; `write` is what the forward does to it."""
+    """A buffer too large to be copied; `write` is the forward's write to it."""
 
     def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

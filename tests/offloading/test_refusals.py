@@ -1,4 +1,4 @@
-"""What an offloaded model refuses: the error says what to do, and nothing has changed."""
+"""Refusals of an offloaded model: the error has a remedy, and nothing has changed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TOO_LARGE = 3.4e38
 
 
 def round_gradients(model: nn.Module) -> nn.Module:
-    """Round what each backward pass leaves: the new gradient, or the sum with what the pass before left."""
+    """Round the result of each backward pass: the new gradient, or its sum with the earlier one."""
 
     def round_gradient(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -39,7 +39,7 @@ def round_gradients(model: nn.Module) -> nn.Module:
 
 
 def least(architecture: str) -> int:
-    """The least host memory with rounded gradients: most of them are spilled."""
+    """Return the least host memory with rounded gradients: most of them are spilled."""
     return smallest_plan(partition(tiny.build(architecture, torch.float32), gradients="bfloat16")).total
 
 
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_filled_is_rounded(offloaded: Callable[..., nn.Module
 def test_what_is_not_finite_once_rounded_is_an_overflow(
     offloaded: Callable[..., nn.Module], value: float, which: str
 ) -> None:
-    """A step is skipped for what would be applied, and the norm is that of what would be applied."""
+    """A step is skipped by the rounded gradient, and the norm is the rounded gradient's."""
     model = offloaded(tiny.build("llama", torch.float32), host_memory=least("llama"), **ROUNDED)
     before = {name: weight.clone() for name, weight in memascend.parameters_of(model)}
     optimizer = memascend.AdamW(model.parameters(), lr=1e-2, nonfinite="skip")

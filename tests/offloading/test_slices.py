@@ -44,7 +44,7 @@ def build(architecture: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 def padded(architecture: str, number: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    """A batch whose rows have fewer and fewer tokens."""
+    """Return a batch whose rows have fewer and fewer tokens."""
     inputs = tiny.batch(architecture, number, rows=rows)
     inputs["attention_mask"] = (torch.arange(16) < torch.arange(16, 16 - rows, -1)[:, None]).long()
     return inputs
@@ -209,7 +209,7 @@ def test_a_run_goes_on_with_its_micro_batches(offloaded: Offload, store: Path) -
 
 
 class Layers(nn.Module):
-    """Layers alone, and a loss of which each element has a term of its own."""
+    """Layers alone, and a loss with a term for each element."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Summing(nn.Module):
 
 
 class Writing(nn.Module):
-    """Writes to what it is given."""
+    """Writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,14 +464,14 @@ def test_sizes_that_no_micro_batch_has(offloaded: Offload, size: Any) -> None:
         memascend.run_in_slices(build("plain"), size)
 
 
-# ---- what a step moves ---------------------------------------------------------------------------------------------
+# ---- traffic -------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_moves_no_more_for_more_micro_batches(offloaded: Offload) -> None:
     least = tiny.smallest_budget(build("llama"))
 
     def moved(count: int) -> list[int]:
-        """Bytes that the second step reads and writes, its update included."""
+        """Return the bytes that the second step reads and writes, its update included."""
         model = offloaded(
             build("llama"), host_memory=least, micro_batch_size=1, activations="recompute", keep_store="replace"
         )

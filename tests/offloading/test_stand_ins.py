@@ -1,4 +1,4 @@
-"""What programs do with parameters and gradients: the same bits as in memory."""
+"""Uses of parameters and gradients by programs: the same bits as in memory."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def update_threads() -> int:
-    """How many threads of this process run the kernels of updates."""
+    """Return how many threads of this process run the kernels of updates."""
     names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
     return sum(name.startswith("memascend-updat") for name in names)
 

@@ -92,7 +92,7 @@ def test_a_module_that_writes_to_its_weight(tmp_path: Path, kind: str, durabilit
 
 
 def test_each_durable_step_is_that_of_memory(tmp_path: Path) -> None:
-    """A generation is the state after its step: without what the next forward writes."""
+    """A generation is the state after its step, without writes of the next forward."""
     torch.manual_seed(0)
     expected = Writing()
     model = memascend.offload(copy.deepcopy(expected), store=tmp_path / "store", host_memory="16MiB", durability="step")

@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 def train(
     model: nn.Module, scaler: torch.amp.GradScaler, *, overflow_at: tuple[int, ...] = (), clip: float | None = None
 ) -> tuple[list[torch.Tensor], list[float], memascend.AdamW]:
-    """Take steps with scaled losses, some of which overflow; return the norms, the scales and the optimizer."""
+    """Take steps with scaled losses, and some overflow; return the norms, the scales and the optimizer."""
     optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
     norms, scales = [], []
     for step in range(5):

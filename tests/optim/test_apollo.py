@@ -352,7 +352,7 @@ def test_a_store_of_apollo_is_inspected_and_exported(tmp_path: Path, capfd: pyte
     assert saved["state"].keys() == states["state"].keys()
     for key, values in states["state"].items():
         same(saved["state"][key], values)
-    # Of a matrix, what the paper's own code keeps.
+    # The values that the paper's own code keeps of a matrix.
     shapes = {tuple(values["exp_avg"].shape) for values in saved["state"].values()}
     assert (tiny.WIDE, 12) in shapes
     assert main.main(["export", str(store), "--out", str(tmp_path / "d"), "--format", "distributed"]) != 0
@@ -403,7 +403,7 @@ def test_groups_of_a_model() -> None:
     assert len(matrices["params"]) + len(rest["params"]) == len(names)
 
 
-# ---- what is read ------------------------------------------------------------------------------------------
+# ---- reads -------------------------------------------------------------------------------------------------
 
 
 def test_a_gradient_is_read_once(offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_a_gradient_is_read_once(offloaded: Callable[..., nn.Module], monkeypatc
     taken = []
 
     class Counting:
-        """The runtime, which notes what is projected."""
+        """The runtime, which records projections."""
 
         def __init__(self, runtime: Any) -> None:
             self.runtime = runtime

@@ -1,4 +1,4 @@
-"""What training comes to with states and weights of few bits, and that random rounding is fair on average."""
+"""The result of training with states and weights of few bits, and the fairness of random rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIXTEEN_BITS = ("bf16", "bf16-no-master")
 TOKENS, TRAINING_STEPS, PEAK_LR = 64, 250, 5e-3
 
 
-@products.in_float32()  # what is compared is what optimizers do
+@products.in_float32()  # only optimizers are compared
 def trained(dtype: torch.dtype, **options: Any) -> float:
     """Train a small language model and return its loss on unseen text."""
     generator = torch.Generator().manual_seed(7)

@@ -1,10 +1,10 @@
 """Results of the optimizers compared with torch.optim and bitsandbytes, across threads, and with stochastic rounding.
 
-What holds for a step of fp32 AdamW (Adam, AMSGrad, maximize) that starts from the same state as a step of
+Bounds of a step of fp32 AdamW (Adam, AMSGrad, maximize) that starts from the same state as a step of
 `torch.optim.AdamW(foreach=False, fused=False)`, on random and on hostile inputs:
 
 - `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` are within 2 ulp, strictly. Measured: equal bits.
-- The weight is within 2 ulp, strictly, of what PyTorch's own code gives with a correctly rounded square root, and of
+- The weight is within 2 ulp, strictly, of PyTorch's own code with a correctly rounded square root, and of
   PyTorch's fused step. Measured: equal bits, cancellation or not.
 - PyTorch's square root (MKL) is one ulp off for one number in six. Two divisions and a sum turn this into up to
   `ROOT_ULPS` ulp of the update. Strict ulp of the weight therefore mean nothing where weight and update nearly
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 #: Steps of a comparison, and elements of each kind of gradient.
 STEPS, ELEMENTS = 100, 257
-#: What a step may differ by, in units of the last place.
+#: Tolerance of a step, in units of the last place.
 STRICT_ULPS = 2
-#: What PyTorch's square root may add, in ulp of the update.
+#: Error of PyTorch's square root, in ulp of the update.
 ROOT_ULPS = 8
 #: Parameters below this many bytes keep fp32 states.
 SMALLEST_8BIT_BYTES = 64 * 1024
@@ -290,7 +290,7 @@ def test_bits_do_not_depend_on_threads(
                 assert torch.equal(torch.as_tensor(actual[key][name]), torch.as_tensor(value)), (key, name)
 
 
-# ---- what PyTorch tests its own optimizers with -----------------------------------------------------------
+# ---- PyTorch's own tests of optimizers --------------------------------------------------------------------
 
 THEIRS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
     "adamw": (memascend.AdamW, torch.optim.AdamW),
@@ -302,7 +302,7 @@ REFUSED_OPTIONS = ("capturable", "differentiable")
 
 
 def common() -> Any:
-    """The module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
+    """Return the module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
     needs.package("expecttest")
     with warnings.catch_warnings():
         # Ignore its warnings about other packages that PyTorch's tests use.
@@ -365,7 +365,7 @@ def test_error_inputs_of_torch(name: str) -> None:
         params = [nn.Parameter(torch.ones(2, 3))] if given.params is None else given.params
         expect = pytest.warns if issubclass(error.error_type, Warning) else pytest.raises
         for optimizer_type in (theirs, ours):
-            print(f"{optimizer_type.__module__}: {given.desc}, {given.kwargs}")  # the last one is what failed
+            print(f"{optimizer_type.__module__}: {given.desc}, {given.kwargs}")  # the last one failed
             with expect(error.error_type, match=error.error_regex):
                 optimizer_type(params, **given.kwargs)
 
@@ -384,8 +384,8 @@ def test_options_that_are_refused(name: str, option: str) -> None:
 
 
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """The 256 values of dynamic tree quantisation with 8 bits (Dettmers 2016, arXiv 1511.04561): seven decades up to 1,
-    the pieces of a decade twice those of the one below, a value in the middle of each; and 0 and 1.
+    """Return the 256 values of dynamic tree quantisation with 8 bits (Dettmers 2016, arXiv 1511.04561): seven decades
+    up to 1, a decade has twice the pieces of the one below, a value in the middle of each; and 0 and 1.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -423,7 +423,7 @@ def rounded(values: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(values: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (blocks, 256) and scales (blocks, 1)."""
+    """Return the codes (blocks, 256) and scales (blocks, 1)."""
     blocks = nn.functional.pad(values, (0, -values.numel() % 256)).view(-1, 256)
     scales = blocks.abs().amax(dim=1, keepdim=True)
     boundaries = (map_[1:] + map_[:-1]) / 2

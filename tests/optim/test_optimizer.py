@@ -37,7 +37,7 @@ def ulps(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> f
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_close_to_torch(dtype: torch.dtype, weight_decay: float) -> None:
     # Gradients are the same numbers for both, so only the arithmetic of the update is compared. The largest distance
-    # seen in 20 steps is 3.25 ulp: the two differ in where they round, not in what they compute.
+    # seen in 20 steps is 3.25 ulp: the two differ only in where they round.
     generator = torch.Generator().manual_seed(3)
     start = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     ours = [nn.Parameter(value.clone()) for value in start]
@@ -172,7 +172,7 @@ def test_add_param_group(offloaded: Callable[..., nn.Module], tmp_path: Path) ->
     expected = run(model_of_all_kinds())
     tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
 
-    # The states of a group added later go to the store too, beside those of the first.
+    # The states of a group added later go to the store too, beside the first ones.
     def in_host(**store: object) -> list[torch.Tensor]:
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(300, 300)), nn.Parameter(torch.randn(5))]
@@ -505,7 +505,7 @@ def test_gradients_set_by_hand(offloaded: Callable[..., nn.Module]) -> None:
         for name in ("head.weight", "shift"):
             parameter = model.get_parameter(name)
             parameter.grad = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
-        model(**tiny.batch("plain", 1)).loss.backward()  # adds to what was set
+        model(**tiny.batch("plain", 1)).loss.backward()  # adds to the value that was set
         parameter = model.get_parameter("mix")
         parameter.grad = torch.full(parameter.shape, 0.5, dtype=parameter.dtype)
         optimizer.clip_grad_norm_(1.0)

@@ -1,4 +1,4 @@
-"""Programs that reset `Optimizer.state`: parameters begin anew as in memory, and what would be ignored is refused."""
+"""Programs that reset `Optimizer.state`: parameters begin anew as in memory, and ineffective resets are refused."""
 
 from __future__ import annotations
 

@@ -346,8 +346,8 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(
     model = offloaded(tiny.build("plain", HALF), durability=durability)
     first, other = both(model)
     tiny.assert_same_weights(weights_of(model), weights_of(expected))
-    # The states of the first optimizer are gone and move no more. What moves is the weight, the low half and one bf16
-    # state, in as many slots, and the gradient.
+    # The states of the first optimizer are gone and move no more. The weight, the low half and one bf16 state move, in
+    # as many slots, and the gradient.
     used = memascend.stats(model)["store_bytes_used"]
     assert used / memascend.stats(model)["parameters"] == pytest.approx(slots * (2 + 2 + 2) + 2, rel=0.05)
     backward(model, 4)

@@ -246,7 +246,7 @@ def test_float16_weights(offloaded: Callable[..., nn.Module], tmp_path: Path, st
 
 
 def test_pytorch_trains_float16_no_better() -> None:
-    # What the master is for: steps smaller than half a unit of the weight's last place add up.
+    # The purpose of a master: steps smaller than half a unit of the weight's last place add up.
     ours, theirs = (nn.Parameter(torch.ones(100, dtype=torch.float16)) for _ in range(2))
     optimizers = [memascend.SGD([ours], lr=1e-5), torch.optim.SGD([theirs], lr=1e-5)]
     for _ in range(100):
@@ -405,7 +405,7 @@ def test_what_is_on_ssd_is_not_copied(offloaded: Callable[..., nn.Module]) -> No
         copy.deepcopy(memascend.AdamW(model.parameters()))
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

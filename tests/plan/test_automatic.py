@@ -1,4 +1,4 @@
-"""When a budget that follows the machine changes, and to what."""
+"""When and how a budget that follows the machine changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = 40 * MIB
 
 
 def plan_of(total: int) -> Plan:
-    """A plan of `total` bytes between the least and the most."""
+    """Return a plan of `total` bytes between the least and the most."""
     plan = Plan(total, bookkeeping=Line("all", total, 1), smallest_bytes=LEAST)
     plan.most = Plan(MOST, bookkeeping=Line("all", MOST, 1), smallest_bytes=LEAST)
     return plan
@@ -45,7 +45,7 @@ class Machine:
         return self.budget.decide(self.plan, self.bounds(), grad=grad, **situation)
 
     def go(self, passes: int, taken: int = STEP, **situation: Any) -> list[int]:
-        """The changes of the budget in so many passes."""
+        """Return the changes of the budget in so many passes."""
         changes = []
         for _ in range(passes):
             change = self.look(**situation)
@@ -59,7 +59,7 @@ class Machine:
 def test_it_takes_all_but_the_reserve_and_what_a_step_takes() -> None:
     machine = Machine(1000 * MIB)
     assert machine.go(10) == [1000 * MIB - RESERVE - STEP * 5 // 4]
-    # What it has taken is no room that it lost.
+    # Memory that it has taken is no lost room.
     assert machine.go(100) == []
 
 
@@ -221,7 +221,7 @@ def test_what_malloc_keeps_needs_room_to_come_but_is_none_to_give() -> None:
 
 @pytest.fixture
 def bounds(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
-    """What the machine leaves, as a test has it."""
+    """The free memory of a machine, set by a test."""
     bounds = [Bound(1 << 40, 0, "the system")]
     monkeypatch.setattr("memascend.machine.limits.memory_bounds", lambda: bounds)
     return bounds

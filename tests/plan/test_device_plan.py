@@ -71,7 +71,7 @@ def census(seed: int) -> list[Unit]:
 
 
 def check(units, plan, budget):
-    """What `DevicePool` and `DeviceStreamer` rely on."""
+    """Check the assumptions of `DevicePool` and `DeviceStreamer`."""
     assert plan.total <= budget
     assert plan.total == sum(line.total for line in plan.lines)
     buffers: dict[int, int] = {}
@@ -169,7 +169,7 @@ def test_estimates_by_hand():
     tokens = 2048
     _, found = lines(tokens=tokens)
     assert (found["inputs of layers"].nbytes, found["inputs of layers"].count) == (tokens * 512 * 2, 8)
-    # 12 bytes a logit for fp32 logits and gradients, 2 for what the caller has; less where gradients will be.
+    # 12 bytes a logit for fp32 logits and gradients, 2 for the caller's; less where gradients will be.
     room = 2 * 4096 * 512 * 2
     assert found["logits"].nbytes == 14 * tokens * 4096 - room
     # Norms, queries and the attention's output, keys and values, the MLP, the layer's output; gradients.
@@ -217,7 +217,7 @@ def test_estimates_are_what_transformers_allocates(name, tokens):
     config = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
     config.num_hidden_layers = 1
     shape = Shape.of(config)
-    # Fake tensors have sizes and lifetimes, but no memory: what is held is exact, and nothing is computed.
+    # Fake tensors have sizes and lifetimes, but no memory: held bytes are exact, and nothing is computed.
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
         for parameter in model.parameters():
@@ -264,7 +264,7 @@ def test_the_table_says_what_is_an_estimate():
         if any(row.strip().startswith(what) for what in ("inputs of layers", "logits", "one layer")):
             assert "estimate: " in row
     assert "estimate" not in unknown
-    assert "what remains" in unknown
+    assert "the remainder" in unknown
     for table in (known, unknown):
         assert "of a budget of 64.0 GiB" in table
         assert all(len(line) <= 132 for line in table.splitlines())
@@ -297,7 +297,7 @@ def test_frozen_parameters_have_no_gradients():
         ({"tokens": 65_536}, ["fewer than 65536 tokens", "activations='host' or 'ssd'", "fused linear cross entropy"]),
         ({"tokens": 65_536, "activations": "ssd", "fused_loss": True}, ["fewer than 65536 tokens"]),
         ({"tokens": 65_536, "activations": "keep"}, ["recompute=True"]),
-        ({}, ["a model whose", "batch_tokens, if a batch has few tokens"]),
+        ({}, ["a smaller model", "batch_tokens, if a batch has few tokens"]),
     ],
 )
 def test_too_little_names_the_option_the_least_and_what_helps(known, helps):

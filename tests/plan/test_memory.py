@@ -1,4 +1,4 @@
-"""Host memory: the plan, what this process may have, pinned tensors, allocators."""
+"""Host memory: the plan, limits of this process, pinned tensors, allocators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status_bytes(field: str) -> int:
 
 
 def huge_bytes() -> int:
-    """Bytes of the mappings for which this process has asked for huge pages."""
+    """Return the bytes of the mappings for which this process has asked for huge pages."""
     found = size = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith("Size:"):
@@ -111,7 +111,7 @@ def test_the_least_plan_is_the_same_for_any_number_of_threads() -> None:
 
 
 def test_a_budget_that_changes_keeps_its_slots() -> None:
-    """The update pipeline is neither grown nor shrunk: the least is what works with as many slots."""
+    """The update pipeline is neither grown nor shrunk: the least works with as many slots."""
     units, most = partition(tiny.build("llama")), 1024 * MIB
     made = host.make_plan(units, 512 * MIB, most, threads=6)
     assert made.most is not None and made.slots.count == made.most.slots.count == 18
@@ -124,14 +124,14 @@ def test_a_budget_that_changes_keeps_its_slots() -> None:
 
 
 def test_a_refusal_names_the_knobs() -> None:
-    with pytest.raises(memascend.BudgetError, match=r"What would lower it: .*bfloat16"):
+    with pytest.raises(memascend.BudgetError, match=r"To lower it: .*bfloat16"):
         host.make_plan(partition(tiny.build("llama", torch.float32)), MIB)
-    with pytest.raises(memascend.BudgetError, match=r"What would lower it: a model whose .* is smaller") as caught:
+    with pytest.raises(memascend.BudgetError, match=r"To lower it: a smaller model") as caught:
         host.make_plan(partition(tiny.build("llama")), MIB)
     assert "bfloat16" not in str(caught.value)
 
 
-# ---- what this process may have -----------------------------------------------------------------------------
+# ---- limits of this process ---------------------------------------------------------------------------------
 
 
 def test_the_system_bounds_what_is_available() -> None:
@@ -208,7 +208,7 @@ def _own_memory_cgroup() -> tuple[Path, str]:
         entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
         own = next(path for _, controllers, path in entries if "memory" in controllers.split(","))
         parent = first / own.lstrip("/")
-        # In a container the path may be that of the host.
+        # In a container the path may be the host's.
         return parent if parent.exists() else first, "memory.limit_in_bytes"
     # A group of the second version has either processes or limited groups, and only the root may have both.
     control = cgroups.CGROUPS / "cgroup.subtree_control"
@@ -220,7 +220,7 @@ def _own_memory_cgroup() -> tuple[Path, str]:
 #: Two matrices of 128 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a
 #: plan with budget to spare takes four times that, and the smallest one once.
 LARGE_VOCABULARY, MATRIX = 65_536, 128 * MIB
-#: Few, since products take longest of what is done with them.
+#: Few, since products take longest.
 TOKENS = 2
 
 
@@ -272,11 +272,11 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
         words += ["--dtype", "bfloat16", "--bytes"]
         return run(words, group)
 
-    # What the interpreter and its libraries take, in memory that the kernel cannot take back.
+    # Memory of the interpreter and its libraries that the kernel cannot take back.
     script = "import torch, memascend.command.finetune; from transformers import LlamaForCausalLM;"
     script += "of = lambda key: int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1]) << 10;"
     script += "print(of('RssAnon'));"
-    # And what PyTorch takes beside the gradient of a matrix: one in float32 where the processor has no bfloat16.
+    # And PyTorch's memory beside the gradient of a matrix: one in float32 where the processor has no bfloat16.
     wide, narrow = LARGE_VOCABULARY, MATRIX // 2 // LARGE_VOCABULARY
     script += f"left, right = torch.zeros({TOKENS}, {wide}), torch.zeros({TOKENS}, {narrow});"
     script += "left, right = left.bfloat16(), right.bfloat16(); open('/proc/self/clear_refs', 'w').write('5');"
@@ -293,7 +293,7 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
     assert f"{group.name} allows " in told[0] and "--host-memory" in told[0]
     assert sorted(path.name for path in room.rglob("*")) == before
 
-    # The same limit, with room for what is PyTorch's, holds a plan that fits, and the whole run besides.
+    # The same limit, with room for PyTorch, holds a plan that fits, and the whole run besides.
     done = finetune(memory_cgroup(limit + max(0, beside)), f"{MATRIX + 64 * MIB}B")
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
     assert (room / "out" / "model.safetensors").stat().st_size > 2 * MATRIX

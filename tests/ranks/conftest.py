@@ -1,4 +1,4 @@
-"""What programs that a launcher starts are compared with: this process, as one of them."""
+"""The reference for launched programs: this process, as one of them."""
 
 from __future__ import annotations
 

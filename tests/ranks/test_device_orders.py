@@ -1,4 +1,4 @@
-"""Copies to and from devices, gathers and exchanges have an order, all of which is needed: what is left out shows."""
+"""Copies to and from devices, gathers and exchanges have an order, and all of it is needed: each omission shows."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LEAST = {"device_memory": "least"}
 #: Streams in another order, in which a copy survives some questions whether it is done.
 LATE = {"seed": 5, "lateness": 7}
-#: `computing` says how all ranks compute, and `settings` what their devices do.
+#: `computing` has the options of all ranks, and `settings` of their devices.
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"ranks": 2},
     "bfloat16, four ranks": {"ranks": 4, "dtype": "bfloat16", "settings": LATE},
@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.core
-# What PEFT reads of transformers' models is deprecated there.
+# Attributes that PEFT reads of transformers' models are deprecated there.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_are_micro_batches(case: str, tmp_path: Path, library: Path) -> None:

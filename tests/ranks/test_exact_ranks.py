@@ -94,7 +94,7 @@ def test_three_ranks_are_one_process_that_divides_in_the_update(training: dict[s
     assert losses == expected["losses"]
 
 
-# What PEFT reads of transformers' models is deprecated there.
+# Attributes that PEFT reads of transformers' models are deprecated there.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["t5", "lora"])

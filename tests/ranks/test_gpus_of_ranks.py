@@ -28,7 +28,7 @@ def test_ranks_are_micro_batches_of_one_process(device_memory: str, activations:
     try:
         expected = rank_runs.Run(alone, 4, range(4)).go(2).result()
     finally:
-        # Left open, it would limit what the tests after this one get of the device.
+        # Left open, it would limit the device memory of later tests.
         memascend.close(alone)
     losses: dict[int, float] = {}
     for result in rank_programs.run("on_gpus", 2, tmp_path, doing="train", computing=computing, **training):

@@ -1,4 +1,4 @@
-"""What ranks do together: in one order, and with an end where one of them goes astray or is lost."""
+"""Collectives of ranks: in one order, and with an end where a rank goes astray or is lost."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ STEPS = 10
 def test_every_resume_has_the_same_bits(ranks: int, tmp_path: Path) -> None:
     seed = int(os.environ.get("MEMASCEND_SEED", "1"))
     chance = random.Random(seed)
-    for folder in ("first", "whole"):  # The first imports what every rank needs.
+    for folder in ("first", "whole"):  # The first imports the modules of every rank.
         (tmp_path / folder).mkdir()
         began = time.monotonic()
         rank_programs.run("train_or_resume", ranks, tmp_path / folder, steps=STEPS)

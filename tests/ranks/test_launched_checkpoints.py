@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer and of Accelerate over processes: what one process would save, and the same bits after."""
+"""Checkpoints of the Trainer and of Accelerate over processes: as one process saves them, and the same bits after."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def assert_same(results: list[Any], expected: dict[str, Any], folder: Path, left: Collection[str] = ()) -> None:
-    """Compare a run with that of one process; `left` are names that may be in the stores without a directory."""
+    """Compare a run with a run of one process; `left` are names that may be in the stores without a directory."""
     names = {f"checkpoint-{expected['best']}", f"checkpoint-{launched_programs.STEPS}"}
     for result in results:
         assert result["history"] == expected["history"]

@@ -55,7 +55,7 @@ def words(model_dir: Path, folder: Path, *flags: str, **changed: Any) -> list[st
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what one process writes that takes as many sequences in a step."""
+    """Return the results of one process that takes as many sequences in a step."""
     folder, threads = tmp_path_factory.mktemp("expected"), torch.get_num_threads()
     torch.set_num_threads(1)
     alone = in_memory(words(model_dir, folder, grad_accum=2))
@@ -65,7 +65,7 @@ def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(out: Path) -> list[dict[str, Any]]:
-    """Return what the records of steps and evaluations say of the training."""
+    """Return the figures of training in the records of steps and evaluations."""
     kept = ("record", "step", "loss", "grad_norm", "lr", "skipped")
     every = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [

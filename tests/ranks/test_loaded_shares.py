@@ -66,7 +66,7 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     for name in ("nothing0", "missing0", "missing1", "other0", "damaged0", "damaged1"):
         shutil.copytree(tmp_path / "saved", tmp_path / name)
     max((tmp_path / "missing1").glob("*.distcp"), key=lambda file: file.stat().st_size).unlink()
-    for file in (tmp_path / "damaged1").glob("*.distcp"):  # Behind what is compared before.
+    for file in (tmp_path / "damaged1").glob("*.distcp"):  # Behind the part that is compared before.
         data = bytearray(file.read_bytes())
         data[4096:] = bytes(len(data[4096:]))
         file.write_bytes(data)

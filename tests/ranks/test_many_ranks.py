@@ -1,8 +1,8 @@
 """Many ranks that are lost, late or astray: a run always has a step that every rank has whole, and never hangs.
 
-The ranks are simulated (`simulated_ranks`); what they do together, how a step becomes durable and which one a run goes
-on from is the code of real ones. A rank's store is a directory with the two manifests of a real one, and tensors that
-have two slots each. MEMASCEND_SEEDS says how many seeds are run with 8 ranks, MEMASCEND_SEED runs one of them alone.
+The ranks are simulated (`simulated_ranks`); collectives, durable steps and the choice of a step to resume are the code
+of real ones. A rank's store is a directory with the two manifests of a real one, and tensors that have two slots each.
+MEMASCEND_SEEDS says how many seeds are run with 8 ranks, MEMASCEND_SEED runs one of them alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COUNTS = [
     pytest.param(512, max(SEEDS // 300, 1), marks=pytest.mark.soak),
 ]
 UNITS = ("embedding", "layer")
-#: What is in a slot that is being written.
+#: Content of a slot that is being written.
 TORN = "torn"
 #: The simulation that runs.
 current: list[Simulation] = []
@@ -78,7 +78,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def each_seed(count: int, scenario: Callable[[int], int]) -> int:
-    """Run a scenario with seeds, and name the one that fails; the sum of what it has returned."""
+    """Run a scenario with seeds, and name the one that fails; return the sum of its results."""
     total = 0
     for seed in range(count) if ALONE is None else [int(ALONE)]:
         try:
@@ -102,7 +102,7 @@ def read(directory: Path) -> tuple[int, dict[str, Any]]:
 
 
 class Opened:
-    """What stands for an open store, of one directory."""
+    """A stand-in for an open store, of one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -116,7 +116,7 @@ class Opened:
 
 
 def manifest_in(file: Path, **_: Any) -> dict[str, Any] | None:
-    """Return of a manifest what `memascend.runs.live.manifest_in` does, or None where it is not whole."""
+    """Read a manifest as `memascend.runs.live.manifest_in` does; None where it is not whole."""
     try:
         return {"current": {"number": json.loads(file.read_text())["generation"]}}
     except (ValueError, FileNotFoundError):
@@ -124,12 +124,12 @@ def manifest_in(file: Path, **_: Any) -> dict[str, Any] | None:
 
 
 def described(opened: Opened, _: Any) -> tuple[tuple[int, int, list[str]], dict[str, Any]]:
-    """Return what `common_step._described` does of a store, which has no checkpoints."""
+    """Describe a store as `common_step._described` does, without checkpoints."""
     return (opened.generation, opened.manifest["steps"], []), opened.manifest["ranks"]
 
 
 class Drive:
-    """What there is of a rank when its process is gone: manifests, and two slots for each tensor."""
+    """The files of a rank when its process is gone: manifests, and two slots for each tensor."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
@@ -139,7 +139,7 @@ class Drive:
         self.newest = 0
 
     def whole(self) -> set[int]:
-        """The generations of which all manifests and tensors are there."""
+        """Return the generations whose manifests and tensors are all there."""
         found = set()
         for name in (common_step.MANIFEST, common_step.BEFORE, common_step._ASIDE):
             try:
@@ -152,7 +152,7 @@ class Drive:
 
 
 class World:
-    """The drives of all ranks, and what is known of them all."""
+    """The drives of all ranks, and the invariants of all."""
 
     def __init__(self, size: int, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -275,7 +275,7 @@ class SmallGenerations(Generations):
 
 
 class Session:
-    """What generations use of a session."""
+    """The part of a session that generations use."""
 
     def __init__(self, world: World, ranks: Ranks) -> None:
         self.runtime = Store(world, ranks.rank)
@@ -283,6 +283,7 @@ class Session:
         self.timeline = SimpleNamespace(waiting=lambda _: nullcontext())
         self.membership = Membership(ranks, "run")
         self.keep_store = True
+        self.options = SimpleNamespace(durability="step")
         self.tracked: dict[str, Any] = {}
 
     def model(self) -> None:
@@ -305,7 +306,7 @@ def gather(ranks: Ranks, unit: str, step: int) -> None:
 
 
 def exchange(ranks: Ranks, unit: str, step: int) -> None:
-    """Exchange gradients, of which each rank sends some bytes to the three behind it."""
+    """Exchange gradients: each rank sends some bytes to the three behind it."""
     action = f"exchange the gradients of {unit}"
     ranks.collect(action, torch.tensor([ranks.rank, step]))
     counts, wanted = [0] * ranks.size, [0] * ranks.size
@@ -326,7 +327,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")
     session = Session(world, ranks)
     store, streamer = session.runtime, session.streamer
-    generations, optimizer = SmallGenerations(session, "step", {}), Optimizer()
+    generations, optimizer = SmallGenerations(session, {}), Optimizer()
     generations.steps = generations._committed_steps = store.steps
     ahead = random.Random(f"{ranks.rank} {current[-1].chance.random()}")
     for step in range(store.steps, steps):
@@ -366,7 +367,7 @@ def run(simulation: Simulation, program: Callable[[Ranks], None]) -> list[Any]:
 
 @lru_cache
 def instants() -> float:
-    """How many instants a step of a rank has that is not disturbed."""
+    """Return how many instants a step of a rank has that is not disturbed."""
     with tempfile.TemporaryDirectory() as folder:
         simulation, world = Simulation(0, 8), World(8, Path(folder))
         assert run(simulation, lambda ranks: go(world, ranks, 4, False)) == [None] * 8
@@ -387,7 +388,7 @@ def lose(seed: int, size: int, folder: Path) -> int:
             world = World(size, folder / f"{seed} anew {attempt}")
         victims = chance.sample(range(size), chance.choice((1, 1, 2, size)) if attempt < losses else 0)
         steps += 1
-        # Large runs, of which there are few, have a step to go on from.
+        # Large runs are few, and have a step to go on from.
         instant = int(steps * instants() * chance.uniform(0 if size == 8 else 0.7, 1))
         dies_at = {victim: max(1, instant + chance.randrange(-3, 4)) for victim in victims}
         simulation = Simulation(
@@ -425,7 +426,7 @@ def test_a_run_goes_on_from_a_step_that_all_ranks_have(size: int, count: int, tm
 # ---- ranks that go astray -----------------------------------------------------------------------------------
 
 
-#: What a rank does that goes astray, of the actions from a place on.
+#: Acts of a rank that goes astray, from a place on.
 ASTRAY: dict[str, Callable[[list[Any]], list[Any]]] = {
     "leaves one out": lambda actions: actions[1:],
     "repeats one": lambda actions: [actions[0], *actions],
@@ -475,7 +476,7 @@ def test_another_order_raises_on_every_rank_of_many(size: int, count: int) -> No
     assert each_seed(count, lambda seed: go_astray(seed, size)) >= count // 3 or ALONE
 
 
-# ---- what would go wrong ------------------------------------------------------------------------------------
+# ---- mutants ------------------------------------------------------------------------------------------------
 
 
 def _leave_out(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What `memascend plan --ranks --gpu` says is what each rank of a real run plans, copies and sends."""
+"""The figures of `memascend plan --ranks --gpu` match each rank of a real run: plan, copies and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `memascend plan --ranks` says is what each rank of a real run plans, moves and sends."""
+"""The figures of `memascend plan --ranks` match each rank of a real run: plan, traffic and messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_plan_is_that_of_every_rank_of_a_run(
     results = rank_programs.run("trace", ranks, tmp_path, **given)
     for rank, seen in enumerate(results):
         assert "error" not in seen, seen
-        # The first rank has the small tensors, and what it moves is forecast; what others move may be less.
+        # The first rank has the small tensors, and its traffic is forecast; others may move less.
         assert_measured(found, seen, fewer=0.03 if rank == 0 else 1)
         assert found["model"]["parameters"] == seen[-1]["parameters"]
         sent = seen[3]["network_bytes_sent"] - seen[2]["network_bytes_sent"]

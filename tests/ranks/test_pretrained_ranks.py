@@ -26,7 +26,7 @@ def save(model: Any, directory: Path) -> Path:
 
 
 def bytes_in(directory: Path) -> tuple[int, int]:
-    """Return the bytes of all tensors, and of what ranks compare of them."""
+    """Return the bytes of all tensors, and of the parts that ranks compare."""
     with closing(WeightFiles(directory)) as files:
         tensors = [(math.prod(e.shape), e.dtype.itemsize) for reader in files.readers for e in reader.entries.values()]
     assert len(tensors) > 20

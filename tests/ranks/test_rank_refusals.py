@@ -1,4 +1,4 @@
-"""What is not done over ranks yet is refused, with what to do instead."""
+"""Features missing over ranks are refused, with a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import rank_programs
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: What each error says, by what is tried in `rank_programs.refusals`.
+#: The text of each error, by the attempt in `rank_programs.refusals`.
 SAID = {
     "update": "use update='forward'",
     "gradients": "use gradients='auto'",

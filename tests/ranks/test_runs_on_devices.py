@@ -14,7 +14,7 @@ from memascend.layout import tables
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: What each error says, by what is tried in `devices_of_ranks.refused`.
+#: The text of each error, by the attempt in `devices_of_ranks.refused`.
 SAID = {
     "backend": "use torch.distributed.init_process_group('cpu:gloo,cuda:nccl')",
     "mixed": "rank 1 on the CPU), whose results differ: give device= on all, or on none",

@@ -46,7 +46,7 @@ def test_a_checkpoint_that_one_rank_refuses_is_kept_on_none(tmp_path: Path, expe
     assert "two" in second["told"]
     for result in (first, second):
         assert bits.difference(result["weights"], expected[2]["weights"]) is None
-    # What rank 1 alone had is gone once the run is resumed.
+    # Checkpoints that rank 1 alone had are gone once the run is resumed.
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=2):
         assert result["tags"] == ["one"]
 

@@ -23,7 +23,7 @@ def test_with_the_least_memory_the_last_layers_buffer_serves_others(width: int, 
 def test_bytes_of_a_rank_are_a_share_of_one_process(ranks: int, tmp_path: Path) -> None:
     (whole,) = rank_programs.run("measure", 1, tmp_path, "whole", least=False)
     for shared in rank_programs.run("measure", ranks, tmp_path, least=False):
-        # Weights for forward and backward passes, of which the last layer's stay between both, and gradients.
+        # Weights for forward and backward passes (the last layer's stay between both), and gradients.
         assert shared.pop("network_bytes_sent") == 3 * (4 + 3 + 4) * 4 * 1024**2 * (ranks - 1) // ranks
         for name, nbytes in whole.items():
             assert nbytes > 0 and abs(shared[name] * ranks / nbytes - 1) < 0.03, name

@@ -1,4 +1,4 @@
-"""What runs on the stand-in device (`make rehearse`): a model offloaded to a device, and closed after the test."""
+"""Fixtures of the stand-in device (`make rehearse`): a model offloaded to a device, and closed after the test."""
 
 from __future__ import annotations
 

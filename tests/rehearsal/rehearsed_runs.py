@@ -25,7 +25,7 @@ BUDGETS: dict[str, Any] = {"host_memory": "96MiB", "device": "cuda", "device_mem
 
 @dataclass
 class Result:
-    """What a run computed."""
+    """The results of a run."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     norms: list[torch.Tensor] = field(default_factory=list)

@@ -21,7 +21,7 @@ ARCHITECTURES = ("llama", "qwen3", "gpt2", "t5_dropout", "mixtral", "gemma", "pl
 
 @cache
 def resident(architecture: str) -> Result:
-    """What the model computes that stays on the device."""
+    """Return the results of the model that stays on the device."""
     return train(tiny.build(architecture).cuda(), architecture, accumulate=2)
 
 

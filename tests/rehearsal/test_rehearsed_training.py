@@ -83,7 +83,7 @@ def test_optimizers(on_device: Offload, name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_layers_that_are_compiled(on_device: Offload, backend: str) -> None:
-    # The resident model as it is: what is compiled by these backends has the same operators.
+    # The resident model as it is: these backends compile it to the same operators.
     expected = train(llama().cuda(), "llama")
     model = on_device(llama())
     for layer in model.model.layers:

@@ -159,7 +159,7 @@ def test_colours_can_be_told_from_the_page(browser: Browser, page: Path, scheme:
 
 
 def test_a_hostile_file_runs_nothing(browser: Browser, tmp_path: Path) -> None:
-    """Even without the policy: what comes from the file stays text."""
+    """Even without the policy: values from the file stay text."""
     attack = "document.documentElement.dataset.owned = 1"
     evil = f"</script><script>{attack}</script><img src=x onerror='{attack}'>\"><svg onload=\"{attack}\">'-->"
     settings = {evil: evil, "model_dir": f"/models/{evil.replace('/', '')}", "lr": {evil: [evil]}}

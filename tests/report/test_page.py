@@ -123,7 +123,7 @@ def test_written_bytes_are_forecast_by_kind_and_measured_in_sum(tmp_path: Path) 
     ):
         opening = metrics_file.opening(forecast={"endurance": endurance})
         strange = page(tmp_path, opening, *steps).text
-        assert "Written by kind" not in strange and "What would write less" not in strange
+        assert "Written by kind" not in strange and "would write less" not in strange
 
 
 def test_the_endurance_that_a_run_was_given_is_the_reports(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_text_of_the_file_is_no_markup(tmp_path: Path) -> None:
     assert values["series"][0][0] == f"{evil}: read"
 
 
-# ---- what is drawn of many steps --------------------------------------------------------------------------------
+# ---- many steps -------------------------------------------------------------------------------------------------
 
 
 def test_few_steps_are_all_drawn() -> None:

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def of(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) << 10
 

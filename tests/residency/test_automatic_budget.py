@@ -1,4 +1,4 @@
-"""A budget that follows what a machine leaves: the same bits, without a call by the user."""
+"""A budget that follows the free memory of a machine: the same bits, without a call by the user."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 MIB = 1 << 20
-#: Room for a model of these tests with everything in memory, with what malloc keeps; and for little beyond the least.
+#: Room for a model of these tests with everything in memory, malloc's blocks included; and for little beyond the least.
 ALL, LITTLE = 512 * MIB, 20 * MIB
 
 
 class Machine:
-    """What a machine leaves: `whole` bytes to all that the offloaded model holds, and a reserve."""
+    """The free memory of a machine: `whole` bytes for the offloaded model, and a reserve."""
 
     def __init__(self) -> None:
         self.whole, self.reserve = 2 * LITTLE, 0
@@ -53,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr("memascend.offloading.automatic._LOCKED", str(tmp_path))
     for module in ("machine.limits", "offloading.automatic"):
         monkeypatch.setattr(f"memascend.{module}.memory_bounds", machine.bounds)
-    # Each pass is looked at, however short, and takes nothing that depends on what else runs here.
+    # Each pass is looked at, however short, and takes nothing that depends on other programs here.
     monkeypatch.setattr("memascend.offloading.automatic.LOOK_SHARE", 0)
     monkeypatch.setattr("memascend.machine.pressure.Growth.bytes", lambda growth: 0)
     monkeypatch.setattr("memascend.machine.pressure.Stalls.share", lambda stalls: 0.0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 RUN = Path(__file__).with_name("automatic_run.py")
 LAYERS, WIDTH = 40, 1024
-#: For what Python and PyTorch gain after the beginning.
+#: For growth of Python and PyTorch after the beginning.
 SLACK = 160 * MIB
 
 
@@ -35,7 +35,7 @@ def group() -> Iterator[Path]:
         needs.unmet("root", "the memory controller of version 1 of cgroups is not mounted")
     entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     own = mounted / next(path for _, controllers, path in entries if "memory" in controllers.split(",")).lstrip("/")
-    # In a container the path may be that of the host.
+    # In a container the path may be the host's.
     made = (own if own.exists() else mounted) / f"memascend-auto-{os.getpid()}"
     try:
         made.mkdir()
@@ -52,7 +52,7 @@ def group() -> Iterator[Path]:
 
 
 class Told:
-    """A run in another process, and what it tells."""
+    """A run in another process, and its messages."""
 
     def __init__(self, **job: Any) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -88,7 +88,7 @@ class Told:
         return told
 
     def go(self, until: Any, most: int) -> dict[str, Any]:
-        """Return the first step of which `until` is true, of `most` at most."""
+        """Return the first step for which `until` is true, of `most` at most."""
         for _ in range(most):
             if until(told := self.next()):
                 return told
@@ -136,7 +136,7 @@ def test_a_limit_that_drops_by_half_and_comes_back(
     def hard(limit: int) -> bool:
         try:
             (group / "memory.limit_in_bytes").write_text(str(limit))
-        except OSError:  # EBUSY: the group holds more, of which the kernel can take nothing back
+        except OSError:  # EBUSY: the group holds more, and the kernel can take nothing back
             return False
         return True
 
@@ -148,7 +148,7 @@ def test_a_limit_that_drops_by_half_and_comes_back(
     full = run.go(lambda step: step["planned"] == most, 20)
     run.go(lambda step: step["step"] >= full["step"] + 4, 10)
     beside = read("memory.usage_in_bytes") - most
-    # With the reserve, and what a step takes beside the plan.
+    # With the reserve, and a step's memory beside the plan.
     whole = beside + most + SLACK
     half = whole // 2
     assert half > beside + least + limits.group_reserve(half) + 16 * MIB, "half has to hold the least plan"

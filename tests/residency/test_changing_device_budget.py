@@ -45,7 +45,7 @@ def device() -> SimulatedDevice:
 
 
 def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
-    """All that a budget of device memory decides."""
+    """Return all that a budget of device memory decides."""
     session = memascend.offload_of(model)
     stats = memascend.stats(model)
     return (
@@ -53,7 +53,7 @@ def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
         stats["device_bytes_budget"],
         stats["device_bytes_planned"],
         session.gradients.in_flight_bytes,
-        session.opened_with["device_memory"],
+        session.options.device_memory,
         device.limited,
         device.taken,
     )
@@ -61,7 +61,7 @@ def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
 
 def check_in_force(model: nn.Module, device: SimulatedDevice, budget: int) -> None:
     session = memascend.offload_of(model)
-    activations = session.opened_with["activations"]
+    activations = session.inputs.policy
     plan = make_device_plan(session.units, budget, config=model.config, activations=activations)
     assert in_force(model, device) == (
         memascend.plan_of(model),
@@ -79,7 +79,7 @@ def h2d_bytes(model: nn.Module) -> int:
     return memascend.stats(model)["device"]["h2d_bytes"]
 
 
-# ---- what changes and what does not ---------------------------------------------------------------------------
+# ---- changes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_memory_follows_the_budget(
     optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
 
     def copied() -> int:
-        """Bytes that a forward pass copies to the device once all of it could be there."""
+        """Return the bytes that a forward pass copies to the device once all of it could be there."""
         with torch.no_grad():
             model(**tiny.batch("llama", 0))
             before = h2d_bytes(model)
@@ -190,7 +190,7 @@ def test_copies_under_way_end_before_their_memory_goes(
     for ticket in streamer.tickets():
         ticket.wait()
     fake.set("busy", 1)
-    streamer.start_next_pass()  # Copies what the pass uses first, of which nothing is computed yet.
+    streamer.start_next_pass()  # Copies the first units of the pass, with which nothing is computed yet.
     uploads = list(streamer._on_device.values())
     assert uploads and not any(buffer.arrived.is_done() for buffer in uploads)
     with going_on_soon(fake):
@@ -274,7 +274,7 @@ def test_what_was_written_to_the_device_is_not_lost(
 def test_addresses_of_former_buffers_are_no_weights(
     on_device: Callable[..., nn.Module], device: SimulatedDevice
 ) -> None:
-    """What autograd saves of a tensor that lies where a buffer was is the tensor."""
+    """Autograd saves a tensor at the address of a former buffer as itself."""
     model = on_device(tiny.build("llama"), device=device, device_memory="64MiB")
     model(**tiny.batch("llama", 0)).loss.backward()
     session = memascend.offload_of(model)
@@ -304,7 +304,7 @@ def test_a_checkpoint_is_restored_within_the_present_budget(
     check_in_force(model, device, 24 * MIB)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------
 
 
 def test_a_change_that_cannot_be_is_refused_and_nothing_changes(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
-#: What is put aside where, the seed by which streams come first, and how many questions a copy survives.
+#: Where inputs are put aside, the seed of the streams' order, and how many questions a copy survives.
 RUNS = [("recompute", 0, 7), ("host", 1, 0), ("host", 2, 7), ("ssd", 3, 0), ("ssd", 4, 7)]
 
 
@@ -215,7 +215,7 @@ def test_what_is_saved_is_what_was_trained(
     tiny.assert_same_weights(dict(saved.named_parameters()), trace.weights)
 
 
-# ---- what keeps it exact --------------------------------------------------------------------------------------
+# ---- exactness ------------------------------------------------------------------------------------------------
 
 
 def run_apart(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: int) -> fake_cuda.Fake:
@@ -296,7 +296,7 @@ def test_inputs_changed_in_place_are_refused(on_device: Callable[..., nn.Module]
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             first = self.embedding(ids) * 2
             second = self.layers[0](first)
-            first.add_(1)  # what the first layer would be computed again with
+            first.add_(1)  # inputs of the first layer's recomputation
             return self.layers[1](second).sum()
 
     for activations in ("recompute", "ssd"):
@@ -308,7 +308,7 @@ def test_inputs_changed_in_place_are_refused(on_device: Callable[..., nn.Module]
         memascend.close(model)
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------
+# ---- failures -------------------------------------------------------------------------------------------------
 
 
 def test_out_of_memory_is_explained(

@@ -59,7 +59,7 @@ def test_sums_come_down_once(on_device: Callable[..., nn.Module], fake: fake_cud
     stayed: list[int] = []
 
     def after(step: int, number: int) -> None:
-        gradients._release(-1)  # what is on its way is there
+        gradients._release(-1)  # copies on their way have arrived
         copied.append(memascend.stats(model)["device"]["d2h_bytes"])
         stayed.append(gradients.sums.nbytes)
 

@@ -129,7 +129,7 @@ def test_wherever_the_budgets_have_room(
     assert (memascend.offload_of(model).gradients.made_bytes >= 1 << 20) == (device_memory != "least")
 
 
-# ---- what keeps it exact --------------------------------------------------------------------------------------
+# ---- exactness ------------------------------------------------------------------------------------------------
 
 
 def without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_what_is_used(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `DeviceTable._copy` that copies a block without regard to what is computed with the one before."""
+    """Return `DeviceTable._copy` that copies a block without regard to computation with the one before."""
     first: dict[int, dict[int, CudaEvent]] = {}
 
     def copy(self: DeviceTable, source: BlockSource, buffer: Buffer) -> Any:
@@ -190,7 +190,7 @@ def test_every_wait_is_needed(
 def test_a_gradient_is_kept_once_it_is_there(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is added to the gradient that is kept was copied from the device by then."""
+    """An addition to the stored gradient was copied from the device by then."""
     fake.set("lateness", 1000)
     model = on_device(tiny.build("llama"), **least_budgets(tiny.build("llama")))
     model(**tiny.batch("llama", 0)).loss.backward()
@@ -215,7 +215,7 @@ def test_a_gradient_is_kept_once_it_is_there(
 
     def add(ranges: Any, blocks: Any, *where: Any) -> None:
         made = list(blocks)
-        held.extend(made)  # Copies that are late would read what has another owner by then.
+        held.extend(made)  # Late copies would read a buffer that has another owner by then.
         add_from_device(ranges, made, *where)
 
     whole = gradients()
@@ -224,10 +224,10 @@ def test_a_gradient_is_kept_once_it_is_there(
     held.clear()
     monkeypatch.setattr(memascend.offload_of(model).device, "link", Early())
     assert bits.differing(gradients(), whole)
-    memascend.close(model)  # while what copies read is there
+    memascend.close(model)  # while the sources of copies are there
 
 
-# ---- what is where ------------------------------------------------------------------------------------------------
+# ---- places -------------------------------------------------------------------------------------------------------
 
 
 def test_a_lookup_copies_rows_and_not_the_table(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
@@ -244,7 +244,7 @@ def test_a_lookup_copies_rows_and_not_the_table(on_device: Callable[..., nn.Modu
 def test_a_function_of_another_kind_gets_the_whole_table(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond the plan, for as long as it is in use; what it writes is kept."""
+    """Beyond the plan, for as long as it is in use; its writes are kept."""
     built = tiny.build("llama")
     device, budgets = SimulatedDevice(), least_budgets(built)
     model = on_device(built, device=device, **budgets)

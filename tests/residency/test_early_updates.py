@@ -34,7 +34,7 @@ def reference(name: str) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
 
 
 def budget(keeps: str) -> int:
-    """The least, one that keeps half of the states or so, and one that keeps everything."""
+    """Return the least, one that keeps half of the states or so, and one that keeps everything."""
     model = build("llama")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     least = smallest_plan(partition(model), update="backward").total
@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_training_in_memory(tmp_path: Path, name: str, dur
 
 @contextmanager
 def training(tmp_path: Path, steps: int = 2, **options: Any) -> Iterator[Run]:
-    """A run of so many steps; from the second on its updates are early."""
+    """Yield a run of so many steps; from the second on its updates are early."""
     model = offload(tmp_path, **{"host_memory": budget("nothing"), "durability": "step"} | options)
     try:
         yield Run(model, "llama", plain=True).go(steps)
@@ -74,7 +74,7 @@ def backward(run: Run, step: int = 2) -> None:
 
 
 def takes_the_step(run: Run) -> None:
-    """The third step can still follow its backward pass, and the run goes on to the bits of one in memory."""
+    """Check that the third step can follow its backward pass, and that the run has the bits of one in memory."""
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.scheduler.step()
@@ -83,7 +83,7 @@ def takes_the_step(run: Run) -> None:
 
 
 def large(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are updated early."""
+    """Return the parameters that are updated early."""
     return [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
 
 
@@ -324,14 +324,14 @@ def test_the_budget_may_change_between_steps(tmp_path: Path) -> None:
 def test_a_copy_taken_within_a_backward_pass_goes_on_to_the_same_bits(
     tmp_path: Path, durability: str, keeps: str
 ) -> None:
-    """What is on the drive at some moment is what a killed process leaves."""
+    """A copy of the drive at some moment is as a killed process leaves it."""
     model = offload(tmp_path, host_memory=budget(keeps), durability=durability)
     run = Run(model, "llama", plain=True)
     copies: list[tuple[int, Path]] = []
     step = 0
 
     def copy(_: nn.Parameter) -> None:
-        if step in (2, 3):  # of which one is durable with every:2
+        if step in (2, 3):  # one of them durable with every:2
             copies.append((step, tmp_path / f"copy {len(copies)}"))
             shutil.copytree(tmp_path / "store", copies[-1][1])
 

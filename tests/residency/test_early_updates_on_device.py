@@ -38,7 +38,7 @@ def reference(name: str, architecture: str = "llama") -> tuple[dict[int, float],
 
 
 def host_budget(keeps: str, architecture: str = "llama") -> int:
-    """The least, one that keeps half of the states or so, and one that keeps everything."""
+    """Return the least, one that keeps half of the states or so, and one that keeps everything."""
     model = build(architecture)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     least = smallest_plan(partition(model, fused_loss=None), update="backward", on_device=True).total
@@ -50,7 +50,7 @@ def least_on_device(architecture: str = "llama") -> int:
     return tiny.smallest_device_budget(model)
 
 
-#: Optimizer, what of the states stays, durability, device memory, the seed of the streams, and how late they are.
+#: Optimizer, resident share of states, durability, device memory, the seed of the streams, and how late they are.
 RUNS = [
     ("adamw", "nothing", "step", "least", 0, 7),
     ("adamw", "nothing", "none", "ample", 1, 0),
@@ -110,13 +110,13 @@ def counting(model: nn.Module) -> Iterator[dict[str, bool]]:
 
 @pytest.mark.parametrize(
     ("device_memory", "keeps", "read_again"),
-    # With all weights on the device, its backward pass asks for none, and the buffer has those of the turn.
+    # With all weights on the device, its backward pass asks for none, and the buffer has the weights of the turn.
     [("least", "nothing", set()), ("1GiB", "nothing", {"layers.0", "layers.1"}), ("1GiB", "all", set())],
 )
 def test_weights_change_where_they_are(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, device_memory: str, keeps: str, read_again: set[str]
 ) -> None:
-    """Those of the unit that the device computes with are in host memory as a rule, and are not read once more."""
+    """The unit that the device computes with is in host memory as a rule, and is not read once more."""
     bytes_there = least_on_device() if device_memory == "least" else device_memory
     model = on_device(build("llama"), update="backward", host_memory=host_budget(keeps), device_memory=bytes_there)
     run = Run(model, "llama", plain=True).go(1)
@@ -301,14 +301,14 @@ def test_what_stands_between_backward_and_step_is_refused(
 def test_a_copy_taken_within_a_backward_pass_goes_on_to_the_same_bits(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, tmp_path: Path, store: Path, durability: str
 ) -> None:
-    """What is on the drive at some moment is what a killed process leaves."""
+    """A copy of the drive at some moment is as a killed process leaves it."""
     model = on_device(build("llama"), update="backward", host_memory=host_budget("nothing"), durability=durability)
     run = Run(model, "llama", plain=True)
     copies: list[tuple[int, Path]] = []
     step = 0
 
     def copy(_: nn.Parameter) -> None:
-        if step in (2, 3):  # of which one is durable with every:2
+        if step in (2, 3):  # one of them durable with every:2
             copies.append((step, tmp_path / f"copy {len(copies)}"))
             shutil.copytree(store, copies[-1][1])
 
@@ -338,7 +338,7 @@ def test_a_gradient_that_does_not_arrive_leaves_the_last_durable_step(
     )
     run = Run(model, "llama", plain=True).go(3)
     loss = model(**tiny.batch("llama", 6)).loss
-    # Copies of inputs and weights have begun: what fails are gradients on their way.
+    # Copies of inputs and weights have begun: gradients on their way fail.
     for parameter in large(model)[-1:]:
         parameter.register_post_accumulate_grad_hook(lambda _: fake.fail("cudaMemcpyAsync", 719))
     with pytest.raises((memascend.MemascendError, OSError)):
@@ -375,7 +375,7 @@ def test_budgets_may_change_between_steps(on_device: Callable[..., nn.Module], f
 def test_neither_memory_nor_the_ssd_holds_gradients(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, tmp_path: Path
 ) -> None:
-    """The least budget is that of updates in the forward pass, whose gradients go to the SSD."""
+    """The least budget is the one of updates in the forward pass, whose gradients go to the SSD."""
     found, plans = {}, {}
     for update in ("forward", "backward"):
         plans[update] = smallest_plan(partition(build("llama"), fused_loss=None), update=update, on_device=True)

@@ -97,7 +97,7 @@ def test_a_flipped_bit_is_not_trained_on(offloaded: Callable[..., nn.Module], st
 
 def read_by_lookup(model: nn.Module, tokens: torch.Tensor) -> int:
     """Return the bytes that are read for the rows of some tokens."""
-    model.embed(torch.tensor([ROWS - 1]))  # type: ignore[operator]  # reads ahead what comes after the table
+    model.embed(torch.tensor([ROWS - 1]))  # type: ignore[operator]  # reads ahead the units after the table
     memascend.flush(model)  # waits for that
     before = memascend.stats(model)["ssd_bytes_read"]
     rows = model.embed(tokens)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""CUDA memory on a real device: what torch makes of it, what it costs, and when a buffer may be used again."""
+"""CUDA memory on a real device: torch's view of it, its cost, and when a buffer may be used again."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from memascend._memascend import ForTests, Runtime
 from memascend.common.timeline import span
 from memascend.kernels import launcher
 from memascend.machine.segments import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Segments, taken_bytes
+from memascend.plan.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ MIB = 2**20
 BLOCK = 65_536
 #: Both allocators that need CUDA.
 KIND = ("cuda", "registered")
-#: What the system may round a mapping up to: a huge page, and a page.
+#: The system may round a mapping up to a huge page, or a page.
 SLACK = 2 * MIB + 4096
 #: Keeps a stream busy for so long that a wait for the stream shows.
 CYCLES = 500_000_000
@@ -47,7 +48,7 @@ def status_bytes(*fields: str) -> int:
 
 
 def held_bytes() -> tuple[int, int]:
-    """(resident, pinned) bytes of this process: drivers differ in where they count what CUDA locked."""
+    """Return the (resident, pinned) bytes of this process: drivers differ in where they count locked ones."""
     return status_bytes("RssAnon", "RssFile", "RssShmem"), status_bytes("VmPin")
 
 
@@ -57,7 +58,7 @@ def mapped_bytes(address: int, length: int) -> int:
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split()
         start, end = (int(part, 16) for part in fields[0].split("-"))
-        # What CUDA only set aside has no permissions.
+        # Addresses that CUDA only reserved have no permissions.
         if start < address + length and address < end and fields[1][:2] == "rw":
             total += end - start
     return total
@@ -65,7 +66,7 @@ def mapped_bytes(address: int, length: int) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """What CUDA allocates once and for all is not for a test to count."""
+    """One-time allocations of CUDA are not for a test to count."""
     for allocator in KIND:
         memascend.empty_pinned(MIB, torch.uint8, allocator=allocator).cuda()
     torch.cuda.synchronize()
@@ -95,7 +96,7 @@ def test_copies_are_asynchronous(allocator: str) -> None:
     device = torch.empty(numel, device="cuda")
     stream = torch.cuda.current_stream()
     torch.cuda.synchronize()
-    # A copy from memory that is not pinned would first wait for what the stream has still to do.
+    # A copy from memory that is not pinned would first wait for the stream's pending work.
     torch.cuda._sleep(CYCLES)
     device.copy_(host, non_blocking=True)
     assert not stream.query(), "the copy to the device waited for the stream"
@@ -149,7 +150,7 @@ except memascend.HostMemoryError as error:
 @pytest.mark.parametrize("allocator", KIND)
 def test_a_lease_returns_after_the_copy_from_it(store: Path, allocator: str) -> None:
     size = 64 * MIB
-    runtime = Runtime([store], [("weights", size, 1)], [], 65_536, 1, 65_536, 65_536, 1, allocator=allocator)
+    runtime = Runtime([store], Arena([("weights", size, 1)], [], 65_536, 1, 65_536, 65_536, 1), allocator=allocator)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -188,7 +189,7 @@ def test_training_is_the_same_to_the_bit(offloaded: Callable[..., nn.Module], al
 
 
 def stats_of_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The bits of each block's sum of squares by the CPU's kernels, and whether any element is not finite."""
+    """Return the bits of each block's sum of squares by the CPU's kernels, and whether any element is not finite."""
     parts = [part for part in tensor.flatten().split(BLOCK) if part.numel()]
     name = str(tensor.dtype).removeprefix("torch.")
     found = [_memascend.gradient_stats(name, part.numel(), part.data_ptr()) for part in parts]
@@ -355,7 +356,7 @@ def test_training_inside_another_stream_is_the_same(store: Path, activations: st
 
 
 def limit_is_lifted() -> bool:
-    """Whether PyTorch's allocator may have more of the device than any budget of these tests."""
+    """Return whether PyTorch's allocator may have more of the device than any budget of these tests."""
     return torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
@@ -375,7 +376,7 @@ def test_tensors_take_segments_as_planned(nbytes: int) -> None:
 
 
 def workspaces_of_the_stand_in() -> list[torch.Tensor]:
-    """What cuBLAS takes on a device: a device that is simulated below PyTorch multiplies on the CPU."""
+    """Return the workspaces of cuBLAS: a device simulated below PyTorch multiplies on the CPU."""
     if "Rehearsal" not in torch.cuda.get_device_name():
         return []
     found = Segments.of(torch.cuda.get_device_capability()[0])
@@ -384,7 +385,7 @@ def workspaces_of_the_stand_in() -> list[torch.Tensor]:
 
 
 class Plain(torch.nn.Module):
-    """Layers of which no configuration says anything, with tensors of all sizes of segments."""
+    """Layers without a configuration, with tensors of all sizes of segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +431,7 @@ def test_the_least_budget_works(store: Path, case: str, activations: str) -> Non
 
 
 def wide_llama() -> nn.Module:
-    """A Llama whose tensors are of all sizes of segments: a vocabulary of 4 MiB, an MLP of 2.75 MiB each."""
+    """Return a Llama whose tensors are of all sizes of segments: a vocabulary of 4 MiB, an MLP of 2.75 MiB each."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -469,7 +470,7 @@ def test_a_model_that_does_not_open_leaves_no_limit(store: Path, monkeypatch: py
 
 
 def test_a_second_model_opens_beside_a_first_that_has_little(store: Path, tmp_path: Path) -> None:
-    """PyTorch's limit is that of both before the second's buffers are reserved."""
+    """PyTorch's limit includes both before the second's buffers are reserved."""
     first, second = tiny.build("llama"), torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
     memascend.offload(first, store=store, host_memory="64MiB", device="cuda", device_memory="192MiB")
     memascend.offload(second, store=tmp_path / "second", host_memory="1GiB", device="cuda", device_memory="1GiB")

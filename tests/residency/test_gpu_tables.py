@@ -1,4 +1,4 @@
-"""Tables on a real device: the bits of the same model there as a whole, and what is copied for them."""
+"""Tables on a real device: the bits of the same model there as a whole, and the copies for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that a module writes to in its forward: what has changed is kept or refused, what has not is not written."""
+"""Weights that a module writes to in its forward: changed weights are kept or refused, others are not written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 class Clamping(nn.Module):
-    """A layer that clamps its weight in each forward, as some users' layers do; what it changes, if anything."""
+    """A layer that clamps its weight in each forward, as some users' layers do, whether that changes any or not."""
 
     def __init__(self, width: int, most: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rule of residency: what is expected next, what is fetched ahead, and what is evicted."""
+"""The rule of residency: the units expected next, fetched ahead, and evicted."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def faults(uses: str, buffers: int) -> int:
 
 
 def least_faults(uses: str, buffers: int) -> int:
-    """Search every choice of what to evict for the fewest fetches."""
+    """Search every choice of evictions for the fewest fetches."""
     fewest = Counter({frozenset[str](): 0})
     for unit in uses:
         following: dict[frozenset[str], int] = {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memascend._memascend import GRADIENT_BLOCK, Rule, Runtime, StepScalars, step_host
+from memascend.plan.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ def runtime(tmp_path: Path) -> Iterator[Callable[..., Runtime]]:
         paths = [tmp_path / f"volume{index}" for index in range(volumes)]
         chunk = 4 * GRADIENT_BLOCK
         sizes = (chunk, CHUNKS, GRADIENT_BLOCK, 12 * GRADIENT_BLOCK, 2)
-        opened.append(Runtime(paths, [("weights", MIB, 1)], [], *sizes, allocator="pageable", **options))
+        opened.append(Runtime(paths, Arena([("weights", MIB, 1)], [], *sizes), allocator="pageable", **options))
         return opened[-1]
 
     yield open_runtime

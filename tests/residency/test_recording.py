@@ -1,4 +1,4 @@
-"""What the native side records of a step while it is asked to: every byte, every flush, and when."""
+"""The record that the native side keeps of a step: every byte, every flush, and its time."""
 
 from __future__ import annotations
 

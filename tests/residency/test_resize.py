@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from memascend._memascend import GRADIENT_BLOCK, Rule, Runtime, StepScalars, step_host
+from memascend.plan.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,13 +23,13 @@ STATES = 10 * GRADIENT_BLOCK
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Callable[..., Runtime]]:
-    """Open a runtime of which units, staging and states grow and shrink."""
+    """Open a runtime whose units, staging and states grow and shrink."""
     opened: list[Runtime] = []
 
-    def open_runtime(units: list[Any], **options: Any) -> Runtime:
+    def open_runtime(units: list[Any], engine: str = "auto", **most: int) -> Runtime:
         sizes = (CHUNK, 4, GRADIENT_BLOCK, 14 * GRADIENT_BLOCK, 2)
-        options = {"allocator": "pageable", "states_bytes": STATES, **options}
-        opened.append(Runtime([tmp_path / f"store{len(opened)}"], units, [], *sizes, **options))
+        arena = Arena(units, [], *sizes, states_bytes=STATES, **most)
+        opened.append(Runtime([tmp_path / f"store{len(opened)}"], arena, engine=engine, allocator="pageable"))
         return opened[-1]
 
     yield open_runtime

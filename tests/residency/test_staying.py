@@ -1,6 +1,6 @@
-"""States and weights that stay in memory from one step to the next: the same bits, and what is moved.
+"""States and weights that stay in memory from one step to the next: the same bits, and the traffic.
 
-Whatever the budget keeps, and however rarely it is written, losses, weights and states are those of training in memory,
+Whatever the budget keeps, and however rarely it is written, losses, weights and states are as in memory,
 and every read of the store gives them.
 """
 
@@ -40,7 +40,7 @@ def offload(tmp_path: Path, **options: Any) -> nn.Module:
 
 
 def budget(keeps: str) -> int:
-    """The least, one that keeps half of the states or so, and one that keeps everything."""
+    """Return the least, one that keeps half of the states or so, and one that keeps everything."""
     model = build("llama")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     least = tiny.overlapping_budget(model)
@@ -70,7 +70,7 @@ def test_with_room_for_everything_only_durable_steps_write(tmp_path: Path, durab
         assert read == 0
         assert written == pytest.approx(durable * 12 * parameters, rel=0.02)
         before = moved(model)
-        # Readers of the store find what is in memory, and move nothing.
+        # Readers of the store find resident values, and move nothing.
         same(run.state(), reference("adamw", 6)[1])
         assert durability != "none" or moved(model) == before
     finally:

@@ -1,4 +1,4 @@
-"""A program that computes on two streams: a copy into a buffer waits for what both compute with its bytes."""
+"""A program that computes on two streams: a copy into a buffer waits for both to finish with its bytes."""
 
 from __future__ import annotations
 

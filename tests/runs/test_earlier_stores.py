@@ -1,4 +1,4 @@
-"""A store in the place of which an earlier run's is, or which another process has: what is said, and what is done."""
+"""A store in the place of which an earlier run's is, or which another process has: messages and behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives, directories and systems that fail for real: what the user sees, and what is left.
+"""Drives, directories and systems that fail for real: the user's errors, and the files left.
 
 Everything that could hang or be killed by a signal runs in a process of its own.
 """
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 FILESYSTEMS = ["ext4", "xfs", "btrfs"]
 NOBODY = 65534
-#: A journal that cannot be written makes the filesystem read-only, and that is what the next write would say.
+#: A journal that cannot be written makes the filesystem read-only, and the next write would say so.
 NO_JOURNAL = "^has_journal"
 
 
 def smallest(model_dir: Path) -> int:
-    """The least budget, with which little stays in memory."""
+    """Return the least budget, with which little stays in memory."""
     return tiny.smallest_budget(LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)) + MIB
 
 
@@ -74,7 +74,7 @@ def test_a_drive_without_room_for_a_directory(
     assert "may write to" not in told, "it is the space that is missing, not the permission"
 
 
-#: What needs room on the drive after the weights, by what is done next.
+#: Files that need room on the drive after the weights, by the next operation.
 LATER = {"the states": "optimizer", "a gradient": "backward", "the input of a layer": "forward"}
 
 
@@ -225,7 +225,7 @@ def test_a_device_that_reports_errors(drive: Callable[..., lab.Mounted], tmp_pat
         place.device.shrink(MIB)
         told = the_error(child.wait(), 1, 2)
     assert f"{place.path}/store/{lab.VOLUME}" in told
-    # What lies across the end is read as zeros by the loop device, without an error.
+    # A block across the end is read as zeros by the loop device, without an error.
     assert (" at offset " in told and "os error 5)" in told) or "are not those that were written" in told
     assert not (tmp_path / "out").exists()
 
@@ -307,7 +307,7 @@ def test_a_write_does_not_hide_that_a_store_was_truncated(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("engine", ["ring", "threads"])
 def test_a_failed_prefetch_does_not_keep_a_store_open(tmp_path: Path, engine: str) -> None:
-    # With room for several units, what the next pass needs first is on its way when the model is closed.
+    # With room for several units, the first units of the next pass are on their way when the model is closed.
     store = tmp_path / "store"
     with Stepper(tmp_path, by_steps, store, engine, "40MiB") as child:
         child.must("offload")

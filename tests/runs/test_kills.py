@@ -33,7 +33,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(metrics: Path) -> dict[int, list[Any]]:
-    """What each step said, as often as it was taken."""
+    """Return the messages of each step, as often as it was taken."""
     found: dict[int, list[Any]] = {}
     for line in metrics.read_text().splitlines():
         try:
@@ -46,7 +46,7 @@ def losses(metrics: Path) -> dict[int, list[Any]]:
 
 
 def words(model_dir: Path, room: Path, *more: str) -> list[str]:
-    """A run whose layers go to the SSD and come back, with all that a run keeps beside its tensors."""
+    """Return a run whose layers go to the SSD and come back, with all that a run keeps beside its tensors."""
     flags = {
         "host_memory": "24MiB",
         "steps": STEPS,
@@ -58,7 +58,7 @@ def words(model_dir: Path, room: Path, *more: str) -> list[str]:
 
 
 def steps_told(room: Path) -> int:
-    """Bytes of what a run has said of its steps."""
+    """Return the bytes of a run's messages about its steps."""
     metrics = room / "metrics.jsonl"
     return metrics.stat().st_size if metrics.exists() else 0
 

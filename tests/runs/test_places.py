@@ -1,4 +1,4 @@
-"""Stores in unusual places: mounted read-only, copied with holes, in two parts of which one is missing, not UTF-8."""
+"""Stores in unusual places: mounted read-only, copied with holes, in two parts with one missing, not UTF-8."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_copy_with_holes_gets_its_blocks_back(tmp_path: Path, store: Path) -> 
         os.truncate(file, size)
         opened.flush()
     assert file.stat().st_blocks * 512 < size
-    with contextlib.suppress(memascend.MemascendError):  # What was there is damaged now.
+    with contextlib.suppress(memascend.MemascendError):  # The former content is damaged now.
         memascend.close(memascend.resume(store, host_memory="64MiB", keep_store=True, **LEAST).model)
     assert file.stat().st_blocks * 512 >= size
 

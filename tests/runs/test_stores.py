@@ -1,4 +1,4 @@
-"""What stands in a store, looked at, checked and moved out without training; and stores that find no room."""
+"""The contents of a store, inspected, verified and exported without training; and stores that find no room."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_an_export_has_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert f"note: the tokenizer is missing: {model}, which" in capfd.readouterr().err
     assert main.main([*export, str(tmp_path / "third"), "--tokenizer", str(moved)]) == 0
     assert (tmp_path / "third" / "tokenizer_config.json").read_text() == "{}"
-    # What was written by the export itself stays.
+    # Files written by the export itself stay.
     assert json.loads((tmp_path / "third" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "gpt2"}')

@@ -2,14 +2,14 @@
 
     python tests/upstream --transformers CHECKOUT --trl CHECKOUT --peft CHECKOUT --accelerate CHECKOUT --json out.json
 
-A checkout is one of the library's repository, near the version that is installed; nothing is fetched. What the tests
-take from the hub is made here (`stand_ins.py`; TRL's data sets by TRL's scripts, so PEFT's and TRL's tests need
---trl). Every test of `suites.py` is run with ours, what does not pass is run again as it is, and counted as
+A checkout is one of the library's repository, near the version that is installed; nothing is fetched. Files that the
+tests take from the hub are made here (`stand_ins.py`; TRL's data sets by TRL's scripts, so PEFT's and TRL's tests need
+--trl). Every test of `suites.py` is run with ours, failures are run again as they are, and counted as
 
 - passed: with ours, too;
 - not applicable: fails or is skipped as it is (needs the hub, a GPU, another package, another version), or is named in
   `Suite.not_ours`;
-- refused: ends with an error that says what we refuse on purpose (`Suite.refused`);
+- refused: ends with an error of ours on purpose (`Suite.refused`);
 - failed: passes as it is, and not with ours. The exit status is 1 if there is one.
 """
 

@@ -60,7 +60,7 @@ def _store_of_checkpoints(folder: str | None) -> Path | None:
 
 
 def _arguments(args: Any) -> None:
-    """Say where the model goes, as a user would: to a store of its own, or to that of the run that is resumed."""
+    """Say where the model goes, as a user would: to a store of its own, or to the store of the resumed run."""
     store = _store_of_checkpoints(args.output_dir) if resuming else None
     args.store = [str(store if store is not None and store.is_dir() else new_store())]
     args.host_memory, args.keep_store, args.weights_dtype = HOST_MEMORY, True, "float32"
@@ -97,7 +97,7 @@ class Opening(TrainerMixin):
         super().__init__(*given, **named)
         session = find_offload(self.model)
         if session is not None:
-            _models.append((self.model, Path(session.opened_with["store"][0])))
+            _models.append((self.model, Path(session.paths[0])))
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         super().log(logs, *others, **named)

@@ -29,7 +29,7 @@ class Outcome:
 def run(
     library: str, suite: Suite, checkout: Path, hub: Path, workers: int, only: list[str] | None = None
 ) -> dict[str, Outcome]:
-    """Run the tests with our classes in the place of theirs; or those of `only`, as they are."""
+    """Run the tests with our classes in the place of theirs; or the tests in `only`, as they are."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         paths = [str(Path(__file__).resolve().parents[1]), str(checkout), os.environ.get("PYTHONPATH", "")]

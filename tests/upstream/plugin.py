@@ -52,7 +52,7 @@ _load_from_hub = datasets.load_dataset
 
 
 def _load_dataset(path: str, name: str | None = None, split: str | None = None, **others: Any) -> Any:
-    """Load a data set as `datasets.load_dataset` does, stand-ins for those of the hub included."""
+    """Load a data set as `datasets.load_dataset` does, stand-ins for the hub's included."""
     folder = Path(os.environ[DATASETS], path, name or "default")
     if not folder.is_dir():
         return _load_from_hub(path, name, split=split, **others)

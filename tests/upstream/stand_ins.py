@@ -1,7 +1,7 @@
 """A hub's cache with stand-ins, for tests that take tiny models and data sets from the hub; nothing is fetched.
 
 A model has the architecture of its namesake, random weights, two layers of width 32 or so, and a byte-level tokenizer
-that is trained here. Data sets are what TRL's own scripts (`scripts/generate_*_dataset.py` of the checkout) make.
+that is trained here. TRL's own scripts (`scripts/generate_*_dataset.py` of the checkout) make the data sets.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 
 def make_datasets(folder: Path, checkout: Path) -> list[str]:
-    """Write what the scripts of TRL's checkout would push to the hub, and return its texts."""
+    """Write the data sets that the scripts of TRL's checkout would push to the hub, and return their texts."""
     texts: list[str] = []
 
     def write(data: Any, name: str, config_name: str = "default", **_: Any) -> None:

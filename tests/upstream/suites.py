@@ -1,4 +1,4 @@
-"""Which tests of which library are run, what takes the place of what, and what is refused on purpose."""
+"""The tests that are run of each library, their replacements, and refusals on purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Suite:
     substitutes: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     #: Names that a checkout's tests import and the installed version may not have: tests that use one are skipped.
     gone: tuple[tuple[str, str], ...] = ()
-    #: A part of a message with which we refuse something on purpose, and what it refuses.
+    #: A part of a message with which we refuse something on purpose, and the thing refused.
     refused: dict[str, str] = field(default_factory=dict)
     #: A part of a test's name, and why the test does not apply to us.
     not_ours: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Tables for tests: one whose gradient stays in sources, as that of a weight on a store does."""
+"""Tables for tests: one whose gradient stays in sources, as for a weight on a store."""
 
 from __future__ import annotations
 

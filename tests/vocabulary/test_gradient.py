@@ -1,4 +1,4 @@
-"""A table's gradient in sources: what autograd and programs do with it gives the bits of an ordinary gradient."""
+"""A table's gradient in sources: operations of autograd and programs give the bits of an ordinary gradient."""
 
 from __future__ import annotations
 

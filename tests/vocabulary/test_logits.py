@@ -1,4 +1,4 @@
-"""Deferred logits: the loss of a model ends in pieces, and every other use gives what computed logits give."""
+"""Deferred logits: the loss of a model ends in pieces, and every other use gives the results of computed logits."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def whole_loss(
     num_items: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """What transformers' models compute."""
+    """Return the loss as transformers' models compute it."""
     logits = F.linear(hidden, weight, bias)
     if scale != 1:
         logits = logits * scale
@@ -217,7 +217,7 @@ def test_adversarial_logits_in_bfloat16(case: str) -> None:
 
 
 def test_digits_of_confident_tokens_are_kept() -> None:
-    """A loss near 0 has a gradient near 0, made of small probabilities and not of what rounding left of 1 - p."""
+    """A loss near 0 has a gradient near 0, made of small probabilities and not of the rounded 1 - p."""
     tensors, labels = adversarial("sure", torch.float32)
     with torch.no_grad():
         tensors[2][5] = 25
@@ -244,7 +244,7 @@ def test_logits_that_are_not_finite_give_what_pytorch_gives(value: float, where:
         assert torch.equal(ours.isfinite(), theirs.isfinite())
 
 
-# ---- what is ignored, refused, or not wanted --------------------------------------------------------------------
+# ---- ignored, refused and unwanted ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

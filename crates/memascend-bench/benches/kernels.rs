@@ -1,5 +1,5 @@
 //! `cargo bench -p memascend-bench --bench kernels`: optimizer steps on 64 Mi elements, on one thread and on two,
-//! beside plain passes over memory. Bytes per second count what a step reads and what it writes.
+//! beside plain passes over memory. Bytes per second count reads and writes of a step.
 
 use std::hint::black_box;
 use std::time::Duration;

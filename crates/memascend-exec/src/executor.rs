@@ -66,7 +66,7 @@ pub struct Executor {
     origin: Origin,
 }
 
-/// What the kernels have done.
+/// Counters of the kernels.
 #[derive(Default)]
 struct Busy {
     /// For how long they ran, over all threads.
@@ -148,15 +148,15 @@ impl Executor {
         Duration::from_nanos(self.busy.nanos.load(Ordering::Relaxed) / self.compute_threads as u64)
     }
 
-    /// What records when kernels run.
+    /// Recorder of the times of kernels.
     pub fn recorder(&self) -> &Recorder {
         &self.busy.recorder
     }
 
-    /// Starts reading `weights`, applying `updates` on the way; without a lease only what is updated
-    /// is read, into the update slots. Without `weights`, and for tensors whose segments name their
-    /// addresses, the updates run on host memory. Waits first for the operations that
-    /// `pending` counts: earlier write-back of the same unit and spills of its gradients.
+    /// Starts reading `weights`, applying `updates` on the way; without a lease only updated tensors are
+    /// read, into the update slots. Without `weights`, and for tensors whose segments name their addresses,
+    /// the updates run on host memory. Waits first for the operations that `pending` counts: earlier
+    /// write-back of the same unit and spills of its gradients.
     pub fn fetch(
         &self,
         pending: Arc<Pending>,
@@ -192,8 +192,8 @@ impl Executor {
         ArrivingUpdate::new(jobs, pending, weights, update, self.chunk_elements, beside)
     }
 
-    /// As [`Executor::fetch`] without a lease, for one tensor, whose weights can be read while the
-    /// update goes on: those of each group of `elements` elements once the ticket's group is idle.
+    /// As [`Executor::fetch`] without a lease, for one tensor, whose weights can be read while the update
+    /// goes on: each group of `elements` elements once the ticket's group is idle.
     ///
     /// # Panics
     /// If `elements` is 0.
@@ -240,10 +240,10 @@ impl Executor {
         ticket
     }
 
-    /// Ends the stay of states in memory: of each tensor of a unit what reaches beyond so many bytes,
-    /// rounded up to a page. What the drives do not have is written. Waits first as
-    /// [`Executor::fetch`] does, and later jobs of the unit wait for the writes, which the ticket
-    /// counts too: when it is ready, the buffers have returned. A commit has to wait for the ticket.
+    /// Shrinks the resident part of each tensor's states to so many bytes, rounded up to a page. Bytes that
+    /// only memory has are written. Waits first as [`Executor::fetch`] does, and later jobs of the unit wait
+    /// for the writes, which the ticket counts too: when it is ready, the buffers have returned. A commit has
+    /// to wait for the ticket.
     ///
     /// An update may keep more again, unless its [`UpdateTensor::kept_elements`] are fewer.
     pub fn let_go_beyond(&self, pending: Arc<Pending>, tensors: Vec<(TensorId, u64)>) -> Arc<Ticket> {

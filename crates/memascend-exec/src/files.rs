@@ -39,7 +39,7 @@ pub(crate) struct FileReader {
     origin: Origin,
 }
 
-/// What one thread reads at once: of a part as it is stored, what one window holds.
+/// The bytes that one thread reads at once: as many of a stored part as one window holds.
 struct Piece {
     file: Arc<ExternalFile>,
     position: u64,

@@ -188,7 +188,8 @@ impl Gradients {
         // SAFETY: the caller vouches for `numel` readable elements.
         let source = unsafe { std::slice::from_raw_parts(source, numel * dtypes.made_bytes()) };
         let mut stats = GradientStats::default();
-        // What is kept as it is made is projected as a whole, while its chunks are being written.
+        // A gradient that is stored as it is made is projected as a whole, while its chunks are being
+        // written.
         let whole = if accumulate || dtypes.rounded() { None } else { projector.take() };
         let mut place = record.settled();
         record.changed();
@@ -275,7 +276,8 @@ impl Gradients {
                     Chunk::Host(lease) => {
                         (LeaseSlice::new(Arc::clone(lease), 0, length), Some(Arc::clone(lease)), accumulate)
                     }
-                    // Only the first may be waited for: what frees chunks may wait for those held here.
+                    // Only the first may be waited for: a thread that frees chunks may wait for the ones held
+                    // here.
                     _ if rooms.is_empty() => {
                         let (room, stays) = self.staging.room_for(length)?;
                         (room, stays, false)
@@ -378,8 +380,8 @@ impl Gradients {
         GradientSource { place, rounded: record.dtypes.rounded() }
     }
 
-    /// Reads a gradient of `target.len()` bytes, in the dtype it is kept in. What is in memory is not read from the
-    /// drives.
+    /// Reads a gradient of `target.len()` bytes, in the dtype it is kept in. Resident chunks are not read
+    /// from the drives.
     pub fn read(&self, id: GradientId, target: &mut [u8]) -> Result<()> {
         let numel = target.len() / self.record(id).dtypes.kept_bytes();
         let mut rest = target;
@@ -390,8 +392,8 @@ impl Gradients {
         })
     }
 
-    /// Hands out `numel` elements of a gradient from element `start` on, as they are kept, in pieces and
-    /// in order; a piece of which there is no gradient is zeros.
+    /// Hands out `numel` elements of a gradient from element `start` on, as they are kept, in pieces and in
+    /// order; a piece without a gradient is zeros.
     pub fn visit(
         &self,
         id: GradientId,
@@ -459,7 +461,7 @@ impl Gradients {
     pub fn project_share(&self, id: GradientId, start: usize, projector: &mut Projector) -> Result<()> {
         let record = self.record(id);
         let count = projector.share().len();
-        // What lies behind the share of a tensor that moves alone is padding.
+        // The bytes behind the share of an unpacked tensor are padding.
         let visited = if record.packed { count } else { record.numel };
         let mut left = count * record.dtypes.kept_bytes();
         self.visit(id, start, visited, |piece| {
@@ -469,7 +471,7 @@ impl Gradients {
         })
     }
 
-    /// The projector of elements of a gradient of which `id` has a share.
+    /// The projector of the share that `id` has of a gradient.
     pub fn share_projector(
         &self,
         id: GradientId,

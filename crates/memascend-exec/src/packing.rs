@@ -1,4 +1,8 @@
 //! Quantised weights in files outside the store, which are dequantised as they are read.
+//!
+//! A thread reads packed numbers to the end of their place in the unit and dequantises from the beginning.
+//! The 16-bit results never reach packed numbers that are not taken yet, so no other buffer is needed. Scales
+//! are read for each piece: a whole model's are hundreds of megabytes.
 
 use std::sync::Arc;
 
@@ -11,7 +15,7 @@ use crate::Result;
 const TAKEN_BYTES: usize = 4096;
 /// Elements of four bits in a piece; blocks divide it.
 const PIECE_ELEMENTS: usize = 1 << 18;
-/// Elements of FP8 in a piece, but for what the last row has beyond them.
+/// Elements of FP8 in a piece, but for the end of the last row.
 const ROW_PIECE_ELEMENTS: usize = 1 << 19;
 
 /// Where numbers lie in a file.
@@ -41,14 +45,14 @@ impl Stored {
     }
 }
 
-/// What the scales of four-bit numbers are quantised to.
+/// Quantised scales of four-bit numbers.
 #[derive(Debug, Clone)]
 pub struct Nested {
     /// Scales for which there is one factor.
     pub block: usize,
     /// The factors, fp32.
     pub factors: Stored,
-    /// What each byte stands for.
+    /// The value of each byte.
     pub code: [f32; 256],
     /// Added to each scale.
     pub offset: f32,
@@ -74,7 +78,7 @@ pub enum Packing {
         code: [f32; 16],
         /// The scales: fp32, or bytes where they are quantised too.
         scales: Stored,
-        /// What the bytes mean.
+        /// The format of the bytes.
         nested: Option<Box<Nested>>,
     },
 }
@@ -96,8 +100,8 @@ impl Packing {
         }
     }
 
-    /// Reads the elements of a piece from number `first` on into `target`, bf16, through `window`. `position` is that
-    /// of the weights in `file`.
+    /// Reads the elements of a piece from number `first` on into `target`, bf16, through `window`. `position`
+    /// is where the weights begin in `file`.
     ///
     /// # Errors
     /// If a read fails, or a file has changed.
@@ -171,7 +175,7 @@ fn four_bit_scales(
     Ok(bytes.iter().enumerate().map(scale).collect())
 }
 
-/// Writes the elements `first .. end` of `target`, bf16, with `kernel`, from what lies in it from the byte `begin` on,
+/// Writes the elements `first .. end` of `target`, bf16, with `kernel`, from its own bytes from `begin` on,
 /// `per_byte` elements to a byte.
 fn unpack(
     target: &mut [u8],

@@ -1,4 +1,10 @@
 //! Counters of operations under way, on which later work waits.
+//!
+//! Updates and write-back are ordered per unit and nothing else is: a fetch begins when the unit's count is
+//! zero, and an update waits for reads of parts that have started. `Pending::begin` returns a guard that ends
+//! its operation exactly once; a guard that a panicking thread or a closed engine drops ends it with an
+//! error. An error of an update sticks to its unit: half of the update may be on the SSD, so the unit is
+//! neither trained on nor committed again.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
@@ -49,8 +55,8 @@ impl Pending {
         Reading { pending: Arc::clone(self), started: false }
     }
 
-    /// Waits until nothing is under way but reads. A failure stays: what the failed operation left
-    /// on the SSD cannot be trusted.
+    /// Waits until nothing is under way but reads. A failure stays: the bytes of the failed operation on the
+    /// SSD cannot be trusted.
     pub fn wait(&self) -> Result<()> {
         self.wait_while(|_| false)
     }

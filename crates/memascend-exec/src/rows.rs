@@ -1,4 +1,7 @@
 //! Single rows of a tensor, read into memory side by side.
+//!
+//! Rows of a table that an optimizer updates are read without a comparison: the update reads the whole table,
+//! and compares it, before the step is committed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -20,7 +23,7 @@ impl Staging {
     /// Reads `rows`, ascending numbers of rows of `row_bytes` bytes, of `extent`, whose writes have
     /// ended, and puts them one behind another into `target`.
     ///
-    /// With `compare` they are compared with what was written. Checksums are of whole MiBs, so the
+    /// With `compare` they are compared with their checksums. Checksums are of whole MiBs, so the
     /// first read of a row reads its MiB, and notes a checksum for each block there, with which later
     /// reads are compared. Where the rows are spread over more than half of the extent, all of it is
     /// read, and compared in any case.
@@ -172,7 +175,7 @@ struct Picker<'a> {
 }
 
 impl Picker<'_> {
-    /// Copies what `bytes`, the extent's from `start` on, hold of the rows. Called in order.
+    /// Copies the rows in `bytes`, the extent's bytes from `start` on. Called in order.
     fn pick(&mut self, start: usize, bytes: &[u8]) {
         let end = start + bytes.len();
         while let Some(row) = self.rows.get(self.next) {

@@ -1,4 +1,8 @@
 //! Chunks of staging memory, through which ordinary memory moves to and from the store.
+//!
+//! Update slots are lent to spills (`Staging::lending`): a layer's gradients come faster than a drive writes,
+//! few updates run in a backward pass, and the drive would idle while the next layer computes. A lent slot
+//! holds several chunks and waits only for their writes.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak, mpsc};
@@ -91,8 +95,8 @@ impl Staging {
         Self { store, pool, chunk_bytes, lent: None }
     }
 
-    /// Lends the update slots, of `slot_bytes` bytes each, to what is only written: gradients are
-    /// captured in a backward pass, in which few updates run.
+    /// Lends the update slots, of `slot_bytes` bytes each, to spills: gradients are captured in a backward
+    /// pass, in which few updates run.
     #[must_use]
     pub fn lending(self, slots: Pool, slot_bytes: usize) -> Self {
         Self { lent: Some(Arc::new(Lent { slots, slot_bytes, open: Mutex::default() })), ..self }

@@ -139,8 +139,7 @@ impl Stashed {
         self.pending.begin().end(Err(error.clone()));
     }
 
-    /// Calls `consume(offset, chunk, bytes)` for each piece in order, and reads ahead what lies on
-    /// the SSD.
+    /// Calls `consume(offset, chunk, bytes)` for each piece in order, and reads ahead from the SSD.
     pub(crate) fn chunks(
         &self,
         mut consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,

@@ -31,7 +31,7 @@ pub struct UnitWeights {
     /// Keep the weights in the lease until [`Store::let_go`](memascend_store::Store::let_go): the next
     /// job on the same lease finds them there, and reads nothing.
     pub stays: bool,
-    /// Write what an update makes of weights that stay, whatever the update says of what stays.
+    /// Write updated weights that are resident, whatever the update says of resident data.
     pub write_through: bool,
 }
 
@@ -56,7 +56,7 @@ pub struct Segment {
     pub first_element: u64,
     /// Number of elements.
     pub numel: usize,
-    /// What the step computes, and on which of the tensor's planes. With 8-bit states the segment
+    /// The rule of the step, and the tensor's planes. With 8-bit states the segment
     /// is the whole tensor, but for padding behind it.
     pub rule: Rule,
     /// Hyper-parameters of this step.
@@ -94,7 +94,7 @@ pub struct UpdateTensor {
     /// How many elements, counted from the first, keep their states in memory, as far as there is
     /// room: see [`KeptStates`](crate::KeptStates).
     pub kept_elements: usize,
-    /// Whether what stays in memory is written as well. Otherwise the next commit writes it.
+    /// Whether resident results are written as well. Otherwise the next commit writes them.
     pub write_through: bool,
     /// The gradient.
     pub gradient: GradientSource,

@@ -1,5 +1,5 @@
-//! An update through the executor gives, bit for bit, what the same update in host memory gives,
-//! and errors, drops and panics leave neither a waiter nor a lease behind.
+//! An update through the executor has the bits of the same update in host memory, and errors, drops and
+//! panics leave neither a waiter nor a lease behind.
 
 mod support;
 
@@ -321,7 +321,7 @@ fn parameters_of_a_pack_begin_by_themselves_and_keep_what_their_rules_keep() {
             dtype: dtype_of(rules[0]),
             numel,
             weight_offset: 0,
-            // What was written before the first step is no optimizer's state.
+            // Bytes written before the first step are no optimizer's state.
             planes: planes
                 .iter()
                 .map(|&(plane, tensor)| UpdatePlane { plane, tensor, written: true })
@@ -513,7 +513,7 @@ fn what_stays_in_memory_is_neither_read_nor_written_until_a_commit() {
             step(number);
         }
         assert_eq!(moved(&unit), before, "three steps in memory");
-        // What reads the store sees the values all the same, and moves nothing.
+        // Readers of the store see the values all the same, and move nothing.
         unit.on_ssd().unwrap().assert_same(&model.in_memory(4), "before the commit");
         assert_eq!(moved(&unit), before, "reads of what is in memory");
         unit.bench.store.commit("").unwrap();

@@ -108,7 +108,7 @@ proptest! {
             let captures = Captures::new(kind, volumes, chunk_blocks, staging_chunks);
             let (id, pending) = captures.create(dtype, numel);
             let mut random = Random(seed);
-            // Twice over: the second time without accumulation replaces what the first left.
+            // Twice over: the second time without accumulation replaces the first result.
             for round in 0..2 {
                 let mut sum = Vec::new();
                 for micro_batch in 0..3 {
@@ -128,7 +128,7 @@ proptest! {
         });
     }
 
-    /// What is kept of each sum is its rounding, and half as many bytes as the gradient has.
+    /// Each stored sum is rounded, and has half as many bytes as the gradient.
     #[test]
     fn an_fp32_gradient_kept_in_bf16_is_rounded_after_each_addition(
         numel in 1..(6 * BLOCK),
@@ -194,7 +194,7 @@ proptest! {
     }
 }
 
-/// What is spilled passes through update slots too, all but two of which may be in use by it.
+/// Spills pass through update slots too, and may use all but two.
 #[test]
 fn spills_pass_through_free_update_slots_and_give_them_back() {
     let chunk_bytes = BLOCK * 4;

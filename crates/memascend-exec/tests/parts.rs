@@ -1,5 +1,5 @@
-//! Parts and rows of tensors are what was written of them, whatever is under way, and an error is
-//! that of its own read alone.
+//! Parts and rows of tensors have their written values, whatever is under way, and an error belongs to its
+//! own read alone.
 
 mod support;
 
@@ -107,7 +107,7 @@ fn few_rows_read_few_pages_and_many_read_all_once() {
     assert_eq!(read(&[0, 100, 1_000, 1_005], true).1, 2 * MIB as u64);
     assert_eq!(read(&[0, 100, 1_000, 1_005], true), few);
     assert_eq!(read(&[1, 900], true), (2, 2 * 4_096));
-    // The MiB of row 300 is new; that of row 255, which is read with it, is not.
+    // The MiB of row 300 is new; row 255's, which is read with it, is not.
     assert_eq!(read(&[255, 300], true).1, 4_096 + MIB as u64);
     assert_eq!(read(&[], true), (0, 0));
 }
@@ -152,7 +152,7 @@ fn damage_is_found_in_rows_that_are_compared() {
         read(100).unwrap();
         let error = read(101).unwrap_err();
         assert!(error.contains(&format!("table: 4096 bytes at offset {} are not", 101 * 4_096)), "{error}");
-        // What is written in its place has checksums of its own.
+        // Bytes written in its place have checksums of their own.
         let other = random_bytes(2, values.len());
         let pending = Arc::default();
         staging.write(extent, &other, &pending).unwrap();

@@ -1,7 +1,6 @@
-//! The power fails at every single operation of some optimizer steps: reads, writes of weights,
-//! states and spilled gradients, flushes and manifests, on simulated disks that reorder and tear.
-//! What is there afterwards is a step, whole, to the bit; and from there the rest of the steps give
-//! what they give without the failure.
+//! The power fails at every single operation of some optimizer steps: reads, writes of weights, states and
+//! spilled gradients, flushes and manifests, on simulated disks that reorder and tear. Afterwards a step is
+//! there, whole, to the bit; and the remaining steps have the results of a run without the failure.
 
 mod support;
 
@@ -53,7 +52,7 @@ impl Lab {
         }
     }
 
-    /// What a power failure leaves, once the process is gone, which could not tidy up.
+    /// The files after a power failure, without any clean-up by the process.
     fn crash(&self) {
         for directory in &self.directories {
             std::fs::create_dir_all(directory).unwrap();
@@ -95,7 +94,7 @@ fn model() -> Arc<Model> {
     Arc::new(Model::new(shapes, 7))
 }
 
-/// Where a run lies, what of it stays in memory, and which of its steps are committed.
+/// Where a run lies, its resident part, and its committed steps.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     volumes: u64,
@@ -147,7 +146,7 @@ fn a_power_failure_at_any_operation_of_a_step_leaves_a_step() {
         (1, SimNotePlace::File, Kept::default(), 1),
         (2, SimNotePlace::Slots, Kept::default(), 1),
         (1, SimNotePlace::Slots, some, 1),
-        // The second step writes what stays; then only the commit does.
+        // The second step writes resident data; then only the commit does.
         (2, SimNotePlace::File, Kept { through: 0b100, ..Kept::ALL }, 2),
         (1, SimNotePlace::File, Kept::ALL, 1),
     ] {

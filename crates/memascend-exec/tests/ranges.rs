@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use support::{Bench, Kind, Random, pool, within_patience};
 
 const BLOCK: usize = GRADIENT_BLOCK;
-/// What gradients are made in, and kept in.
+/// Dtypes in which gradients are made and stored.
 const DTYPES: [(Dtype, Dtype); 4] = [
     (Dtype::Bf16, Dtype::Bf16),
     (Dtype::F16, Dtype::F16),
@@ -188,7 +188,7 @@ fn a_wrong_number_of_elements_is_an_error() {
     assert!(error.to_string().contains(&format!("{} are left", BLOCK + 4)), "{error}");
     let error = captures.gradients.end_ranges(&mut ranges).unwrap_err();
     assert!(matches!(error, ExecError::Misused(_)), "{error}");
-    // Neither has harmed what was added.
+    // Neither has harmed the added gradients.
     let source = part[(BLOCK + 1) * 2..].as_ptr();
     // SAFETY: the source outlives the call, and is not written meanwhile.
     unsafe { captures.gradients.add_range(&mut ranges, source, BLOCK + 4).unwrap() };

@@ -1,6 +1,6 @@
-//! A unit trained on simulated disks, seed by seed: either every bit of it is what training in
-//! memory gives, or an error says what failed and the unit is given up. Never is it silently wrong,
-//! and nothing hangs or is left behind.
+//! A unit trained on simulated disks, seed by seed: either it has the bits of training in memory, or an error
+//! names the failure and the unit is given up. Never is it silently wrong, and nothing hangs or is left
+//! behind.
 //!
 //! `MEMASCEND_SEEDS` is how many seeds are run, `MEMASCEND_SEED` runs one of them alone.
 
@@ -19,7 +19,7 @@ use support::{Kept, Kind, Model, Random, Setup, Shape, Unit, every_rule, names_a
 
 const SEEDS: u64 = 600;
 const STEPS: u64 = 3;
-/// What became of the seeds.
+/// The outcomes of the seeds.
 #[derive(Debug, Default)]
 struct Outcomes {
     /// Trained to the end.
@@ -184,7 +184,7 @@ impl Trial {
         Outcomes::count(&self.outcomes.trained);
     }
 
-    /// The error is one that the faults can give, and says of what.
+    /// The error is one that the faults can give, and names its operation.
     fn allowed(&self, error: &ExecError) {
         let Faults { read_error_one_in, write_error_one_in, .. } = self.faults;
         let ExecError::Store(store) = error else { panic!("not of a transfer: {error}") };
@@ -199,7 +199,7 @@ impl Trial {
         assert!(names_a_tensor(error), "{error}");
     }
 
-    /// A unit of which a part may be updated and another not is not worked on again.
+    /// A unit that may be updated in part is not used again.
     fn given_up(&self, unit: &Unit, error: &ExecError) {
         Outcomes::count(&self.outcomes.failed);
         let refused = |result: Result<()>, what: &str| {

@@ -1,5 +1,5 @@
-//! An update without a buffer for the unit's weights gives, bit for bit, what one through a buffer
-//! gives, and reads nothing but what it updates.
+//! An update without a buffer for the unit's weights has the bits of one through a buffer, and reads only the
+//! tensors that it updates.
 
 mod support;
 

@@ -1,6 +1,6 @@
-//! AdamW on one element, as `torch.optim.AdamW` computes it (`foreach=False`): the order of
-//! operations is that of its `lerp_`, `mul_().addcmul_`, `sqrt / … + eps` and `addcdiv_`. One
-//! rounding differs: PyTorch's `sqrt` (MKL) is not correctly rounded.
+//! AdamW on one element, as `torch.optim.AdamW` computes it (`foreach=False`): the order of operations
+//! follows its `lerp_`, `mul_().addcmul_`, `sqrt / … + eps` and `addcdiv_`. One rounding differs: PyTorch's
+//! `sqrt` (MKL) is not correctly rounded.
 
 /// The constants of one AdamW step: computed in fp64 and rounded once to fp32, as PyTorch does.
 #[derive(Clone, Copy, Debug, PartialEq)]

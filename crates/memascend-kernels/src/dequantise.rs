@@ -7,7 +7,7 @@ use super::dispatch::kernel;
 #[inline(always)]
 pub const fn widen_e4m3(code: u8) -> f32 {
     let magnitude = (code & 0x7F) as u32;
-    // Exponent and mantissa as those of an fp32, whose exponent is then too small by 120. Numbers
+    // Exponent and mantissa at the place of an fp32's, whose exponent is then too small by 120. Numbers
     // without an exponent are such of fp32 too.
     let value = f32::from_bits(magnitude << 20) * f32::from_bits(247 << 23);
     let bits = if magnitude == 0x7F { f32::NAN.to_bits() } else { value.to_bits() };

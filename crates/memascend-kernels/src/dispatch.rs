@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use super::format::F16c;
 use super::format::{F16, Format};
 
-/// What [`Isa::choose`] has set.
+/// The choice of [`Isa::choose`].
 static CHOSEN: OnceLock<Isa> = OnceLock::new();
 
 /// An instruction set that the kernels are compiled for.
@@ -16,7 +16,7 @@ pub enum Isa {
     Avx512,
     /// AVX2 (x86-64).
     Avx2,
-    /// What every machine of the architecture has: SSE2 on x86-64, NEON on aarch64.
+    /// Present on every machine of the architecture: SSE2 on x86-64, NEON on aarch64.
     Baseline,
 }
 
@@ -48,7 +48,7 @@ impl Isa {
         Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 
-    /// What [`choose`](Self::choose) has set, or the widest instruction set this machine can run.
+    /// The choice of [`choose`](Self::choose), or the widest instruction set this machine can run.
     #[inline]
     pub fn best() -> Isa {
         CHOSEN.get().copied().unwrap_or_else(Self::widest)
@@ -71,7 +71,7 @@ impl Isa {
     /// measure how a machine with less would do. Results are the same bits.
     ///
     /// # Errors
-    /// What is wrong with the name: it is unknown, or this machine lacks the instruction set.
+    /// If the name is unknown, or this machine lacks the instruction set.
     pub fn choose(name: &str) -> Result<(), String> {
         let named = |isas: &[Isa]| isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ");
         let Some(isa) = Self::ALL.into_iter().find(|isa| isa.name() == name) else {
@@ -183,7 +183,7 @@ macro_rules! half_kernel {
 }
 pub(super) use half_kernel;
 
-/// An instruction set as a type: what code of a [`half_kernel!`] has to know of where it runs.
+/// An instruction set as a type, for the code of a [`half_kernel!`].
 pub(super) trait Level {
     /// Its features may be used.
     #[cfg(target_arch = "x86_64")]
@@ -195,7 +195,7 @@ pub(super) trait Level {
     fn outlined<W: Work>(work: W);
 }
 
-/// What [`Level::outlined`] does.
+/// The body of [`Level::outlined`].
 pub(super) trait Work {
     /// Always inlined, so that it is compiled for the instruction set.
     fn run(self);
@@ -241,7 +241,7 @@ impl Level for Narrow {
     }
 }
 
-/// What every machine has.
+/// The baseline of every machine.
 pub(super) struct Plain;
 
 impl Level for Plain {

@@ -1,4 +1,4 @@
-//! The formats of elements, each described once: to fp32, from fp32, and what is not finite.
+//! The formats of elements, each described once: to fp32, from fp32, and its non-finite values.
 
 use super::bf16::{canonical_nan, round_bf16, widen_bf16};
 use super::fp16::{round_f16, widen_f16};

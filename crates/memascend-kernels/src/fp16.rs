@@ -4,7 +4,7 @@ use super::bf16::NAN_BITS;
 
 /// fp32 bits of 2^-24, the least fp16 above zero.
 const DENORMAL_UNIT: f32 = f32::from_bits(0x3380_0000);
-/// What to add to an fp16 exponent, at fp32's place, to make it an fp32 exponent.
+/// Added to an fp16 exponent, at fp32's place, to make it an fp32 exponent.
 const REBIAS: u32 = (127 - 15) << 23;
 
 /// The fp32 value of an fp16. Any NaN becomes the canonical one.

@@ -17,7 +17,7 @@ pub const GRADIENT_BLOCK: usize = 65536;
 /// fp64 lanes of a partial sum: four AVX-512 registers, enough to hide the latency of an addition.
 pub(super) const LANES: usize = 32;
 
-/// What a pass over gradients found, accumulated over calls in the order of the calls.
+/// Statistics of a pass over gradients, accumulated over calls in the order of the calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GradientStats {
     /// Sum of the squares of the elements: infinite or NaN once an element is.
@@ -47,7 +47,7 @@ kernel! {
 
 kernel! {
     /// Adds a bf16 gradient to `dst`: added in fp32, rounded to the nearest, ties to even, as
-    /// PyTorch accumulates. The statistics are those of the rounded sum.
+    /// PyTorch accumulates. The statistics are of the rounded sum.
     ///
     /// # Panics
     /// When the lengths differ.
@@ -104,8 +104,8 @@ kernel! {
 }
 
 kernel! {
-    /// Rounds an fp32 gradient to bf16: to the nearest, ties to even; a NaN becomes `0x7FC0`. The
-    /// statistics are those of the rounded values.
+    /// Rounds an fp32 gradient to bf16: to the nearest, ties to even; a NaN becomes `0x7FC0`. The statistics
+    /// are of the rounded values.
     ///
     /// # Panics
     /// When the lengths differ.

@@ -1,9 +1,8 @@
 //! The overflow check: is there an infinity or a NaN? Alone, with the sum of squares, or while
 //! unscaling.
 //!
-//! An element is not finite when all bits of its exponent are set, so the check alone is integer
-//! arithmetic. The sum of squares is that of the gradients' kernels, in their order
-//! (`gradient.rs`).
+//! An element is not finite when all bits of its exponent are set, so the check alone is integer arithmetic.
+//! The sum of squares is taken in the order of the gradients' kernels (`gradient.rs`).
 
 use super::bf16::canonical_nan;
 use super::dispatch::{half_kernel, kernel};
@@ -83,11 +82,11 @@ mod x86 {
 
     /// fp64's exponent of 1 less fp32's.
     const WIDEN: f64 = f64::from_bits((1023 + 896) << 52);
-    /// Exponent and fraction of a bf16 where fp64 has them, and those of an fp32.
+    /// Exponent and fraction of a bf16, and of an fp32, at the places of an fp64's.
     const BRAIN_BITS: i64 = 0x7FFF << 45;
     const SQUARE_BITS: i64 = 0x7FFF_FFFF << 29;
 
-    /// What is not finite becomes this or more, and no sum of squares that is less has one in it.
+    /// A non-finite number becomes this or more, so a sum of squares below it has none.
     const LIMIT: f64 = f64::from_bits((1023 + 128) << 52);
 
     #[inline(always)]
@@ -96,7 +95,7 @@ mod x86 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().cast::<i8>().wrapping_add(AHEAD)) };
     }
 
-    /// Adds the sums of `src`, a block or less: those of its whole groups of [`LANES`] are `sums`. Where one
+    /// Adds the sums of `src`, a block or less: `sums` are of its whole groups of [`LANES`]. Where one
     /// is too large to tell whether all elements are finite, all is done again.
     #[inline(always)]
     fn finish<F: Format<Element = u16, Magnitude = i16>>(
@@ -237,8 +236,7 @@ mod x86 {
     }
 }
 
-/// `LANES` elements are looked at together. Those of two AVX-512 registers: with more memory is
-/// read no faster, but more slowly.
+/// `LANES` elements are checked together, two AVX-512 registers: with more, memory is read more slowly.
 #[inline(always)]
 fn check_body<F: Format, const LANES: usize>(src: &[F::Element], found: &mut bool) {
     let (groups, rest) = src.as_chunks::<LANES>();

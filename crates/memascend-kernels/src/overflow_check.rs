@@ -78,7 +78,7 @@ impl CheckedTensor<'_> {
         unsafe { std::slice::from_raw_parts_mut(self.address.cast::<T>().add(start), numel) }
     }
 
-    /// One block's sum is taken of what is written, while that is in the cache.
+    /// One block's sum is taken of the written values, while they are in the cache.
     fn run(&self, block: usize, work: CheckedWork, sum: bool) -> GradientStats {
         let mut stats = GradientStats::default();
         let mut found = false;
@@ -109,13 +109,13 @@ impl CheckedTensor<'_> {
     }
 }
 
-/// What a check does in its single pass.
+/// The operation of a check in its single pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum CheckedWork {
     /// Look, and stop at the first block with an infinity or a NaN.
     Look,
     /// Multiply by this factor, in place. This goes on to the end even if an element is not finite.
-    /// Sums are those of the products.
+    /// Sums are of the products.
     Unscale(f32),
 }
 

@@ -5,7 +5,7 @@
 //! sign_extend(low)` undoes it. All arithmetic is modulo 2^32, and the restore is exact for every
 //! bit pattern.
 //!
-//! What the bf16 weight reads as, where rounding leaves the number's own neighbourhood:
+//! Values of the bf16 weight where rounding leaves the number's own neighbourhood:
 //! - a finite master of `0x7F7F8000` or more in magnitude reads as infinity, as in any bf16
 //!   rounding;
 //! - a NaN whose payload is only in its low bits (`0x7F800001..=0x7F807FFF`) reads as infinity;
@@ -36,7 +36,7 @@ pub const fn join(high: u16, low: u16) -> f32 {
 
 /// The master of a weight that a program may have written to since [`split`] made its halves.
 ///
-/// What was written keeps the low half of the weight before, which moves the master by less than
+/// A written weight keeps the low half of the weight before, which moves the master by less than
 /// the weight's last bit. Below a zero there is no such number: there the low half is left out.
 #[inline(always)]
 pub const fn join_written(high: u16, low: u16) -> f32 {

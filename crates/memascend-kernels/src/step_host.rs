@@ -4,7 +4,7 @@ use crate::{ChannelFactors, GRADIENT_BLOCK, Rule, StepScalars, step, step_channe
 
 /// A tensor in host memory to be updated in place. Lengths in bytes follow from the rule.
 pub struct HostTensor<'a> {
-    /// What a step computes, and on which planes.
+    /// The algorithm of a step, and its planes.
     pub rule: Rule,
     /// Weights.
     pub weight: &'a mut [u8],
@@ -14,8 +14,8 @@ pub struct HostTensor<'a> {
     pub gradient: &'a [u8],
 }
 
-/// One optimizer step on a tensor in host memory, on up to `threads` threads: bit for bit what the
-/// executor does to the same tensor on the SSD.
+/// One optimizer step on a tensor in host memory, on up to `threads` threads: with the bits of the executor
+/// on the same tensor on the SSD.
 ///
 /// # Panics
 /// As [`step`].

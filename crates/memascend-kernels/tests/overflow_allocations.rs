@@ -1,4 +1,4 @@
-//! What the overflow check allocates: nothing, whatever the size, but the threads it is allowed.
+//! Allocations of the overflow check: none, whatever the size, but the threads it is allowed.
 //!
 //! Counted by the allocator of this test's process, which has this one test: nothing else allocates
 //! meanwhile.
@@ -46,7 +46,7 @@ fn nothing_is_allocated_but_threads() {
     let mut values = vec![0u32; 40 << 20];
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for work in [CheckedWork::Look, CheckedWork::Unscale(0.5)] {
-            allocated(&mut values[..1 << 20], dtype, work, 4); // what the first threads of a process set up
+            allocated(&mut values[..1 << 20], dtype, work, 4); // set-up of a process's first threads
             assert_eq!(allocated(&mut values, dtype, work, 1), 0, "{dtype:?} {work:?}");
             let small = allocated(&mut values[..2 << 20], dtype, work, 4);
             let large = allocated(&mut values, dtype, work, 4);

@@ -1,4 +1,10 @@
 //! Host allocators: page-locked, registered with CUDA, locked, or ordinary memory.
+//!
+//! A block of 2 MiB or more begins at a huge page, in a mapping whose ends are trimmed, so huge pages cost no
+//! memory. Where free memory lies scattered, small pages make 256 segments of each MiB of a request, and the
+//! drive of a virtual machine moved less than half as many bytes per second (docs/measurements.md, *Huge
+//! pages*). In an elastic arena only classes of fixed number ask for them: a huge page that was returned in
+//! part stays resident until memory is short.
 
 mod huge_pages;
 mod parts;
@@ -28,7 +34,7 @@ pub trait HostAllocator: Send + Sync {
     /// Reserves a zero-filled block of at least `bytes` bytes, aligned to a page.
     fn allocate(&self, bytes: usize) -> Result<HostBlock>;
 
-    /// Reserves addresses for a block of which no part is memory before [`HostBlock::commit`].
+    /// Reserves addresses only: [`HostBlock::commit`] puts memory behind them.
     ///
     /// # Errors
     /// [`MemError::FixedMemory`] if memory of this kind comes only as whole blocks.
@@ -66,7 +72,7 @@ pub struct HostBlock {
     address: NonNull<u8>,
     bytes: usize,
     release: Release,
-    /// What is put behind the parts of a block that was only reserved.
+    /// Kind of memory that is put behind the parts of a reserved block.
     backing: Option<Backing>,
     /// Whether the block begins at a huge page and may have some.
     huge_pages: bool,
@@ -150,9 +156,8 @@ impl HostBlock {
         };
     }
 
-    /// Unmaps all but `bytes` bytes from the first huge page on. At every moment the block
-    /// describes exactly what is still mapped, so dropping the block after an error leaves nothing
-    /// mapped.
+    /// Unmaps all but `bytes` bytes from the first huge page on. The block always describes exactly the
+    /// mapped range, so dropping it after an error leaves nothing mapped.
     fn trim(&mut self, bytes: usize) -> io::Result<()> {
         let head = self.address.as_ptr().align_offset(HUGE_PAGE_BYTES);
         if head > 0 {
@@ -293,7 +298,7 @@ impl Drop for HostBlock {
         }
         // No lease into the block is left: the pool keeps the block alive as long as a lease lives.
         match &self.release {
-            // As below: what stays registered is leaked.
+            // As below: a block that stays registered is leaked.
             Release::Unmap if !self.parts_are_unregistered() => return,
             Release::Unmap => {}
             Release::Never => return,

@@ -13,7 +13,7 @@ pub enum MemError {
     Reserve {
         /// Bytes asked for.
         bytes: usize,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The memory could not be locked into RAM.
@@ -26,7 +26,7 @@ pub enum MemError {
         bytes: usize,
         /// The soft RLIMIT_MEMLOCK of this process.
         limit_bytes: u64,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// No size class of the pool is large enough.
@@ -61,7 +61,7 @@ pub enum MemError {
     GiveBack {
         /// Bytes that were to go.
         bytes: usize,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A call of CUDA failed, or its runtime library cannot be used.

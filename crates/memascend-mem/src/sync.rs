@@ -1,5 +1,5 @@
-//! Locks whose poison flag is ignored, and the primitives behind the pool: those of std, or loom's
-//! models of them in a test that explores every interleaving.
+//! Locks whose poison flag is ignored, and the primitives behind the pool: std's, or loom's models of them in
+//! a test that explores every interleaving.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io:
 /// No critical section of these crates panics between two changes that belong together, so a
 /// poisoned lock still guards a sound state.
 pub trait LockExt {
-    /// What the mutex guards.
+    /// The guarded value.
     type Value;
     /// The guard of a locked mutex.
     type Guard<'a>

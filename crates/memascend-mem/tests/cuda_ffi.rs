@@ -36,9 +36,8 @@ impl Fake {
     }
 }
 
-/// Whether this process runs the named test alone, with the variables set. If not, it starts one
-/// that does, and the caller returns: what a test changes or measures in its process is then its
-/// own.
+/// Whether this process runs the named test alone, with the variables set. If not, it starts a process that
+/// does, and the caller returns, so that a test changes and measures only its own process.
 fn alone(test: &str, variables: &[(&str, &Path)]) -> bool {
     if env::var_os(ALONE_VARIABLE).is_some() {
         return true;
@@ -163,7 +162,7 @@ fn the_variable_names_the_runtime_and_nothing_else_is_tried() {
         return;
     }
     let named = PathBuf::from(env::var_os(LIBRARY_VARIABLE).unwrap());
-    // Loaded already, and yet not what the variable names.
+    // Loaded already, but the variable names another library.
     let other = Fake::new(&[]);
     if named.exists() {
         assert_eq!(Path::new(Cudart::find().unwrap().library()), named);
@@ -236,7 +235,7 @@ fn no_context_is_made_on_a_device_that_is_not_used() {
             assert_eq!((fake.device(), contexts()), (0, 0b10));
         }
 
-        // Where it has one, no thread is started for what another device is asked for.
+        // Where it has one, calls for another device start no thread.
         cudart.set_device(0).unwrap();
         assert_eq!(cudart.on_device(1, here).unwrap(), (driver, 1));
         assert_eq!((fake.device(), contexts()), (0, 0b11));
@@ -303,7 +302,7 @@ fn no_byte_more_than_the_block_stays_mapped() {
         let registered = RegisteredAllocator { cudart: Arc::clone(&cudart), huge_pages, threads: 1 };
         let locked = LockedAllocator { huge_pages, threads: 1 };
         for backend in [&registered as &dyn HostAllocator, &locked] {
-            // The first round warms up what measuring itself allocates.
+            // The first round absorbs the allocations of the measurement itself.
             for _ in 0..2 {
                 let before = mapped_bytes();
                 let block = match backend.allocate(bytes) {
@@ -430,7 +429,7 @@ fn a_pool_of_registered_memory_grows_and_shrinks() {
         assert_eq!((fake.live(), pool.counters().reserved_bytes), (3, MIB + 2 * PAGE_BYTES));
         pool.resize(MIB, 3).unwrap();
         fake.set(c"fake_set_limit", 64 * MIB);
-        // What cannot be unregistered stays a buffer.
+        // Memory that cannot be unregistered stays a buffer.
         fake.fail(c"cudaHostUnregister", 719);
         assert!(pool.resize(MIB, 1).is_err());
         fake.fail(c"cudaHostUnregister", 0);
@@ -630,7 +629,7 @@ fn a_forked_child_releases_nothing() {
                 if is_mapped(address.addr()) {
                     return false;
                 }
-                // What the child maps at the same place is not for the block to unmap.
+                // The block must not unmap the child's mapping at the same address.
                 // SAFETY: nothing of the child's is mapped there.
                 let placed = unsafe {
                     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;

@@ -1,4 +1,4 @@
-//! Pools that grow and shrink, as the system sees them: what is resident, locked, and hidden from forks.
+//! Pools that grow and shrink, as the system sees them: resident, locked, and hidden from forks.
 
 use std::env;
 use std::process::Command;
@@ -10,7 +10,7 @@ const MIB: usize = 1 << 20;
 const BUFFER: usize = MIB;
 const MOST: usize = 16;
 
-/// What the system says of the mappings within the arena of a pool, in bytes.
+/// Bytes of the mappings within a pool's arena, as the system reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Seen {
     mapped: usize,
@@ -53,7 +53,7 @@ fn elastic(allocator: &dyn HostAllocator, count: usize) -> memascend_mem::Result
     Pool::new(allocator, &[SizeClass::new("test", BUFFER, count).up_to(MOST)])
 }
 
-/// A lease of which every byte is `value`.
+/// A lease filled with `value`.
 fn filled(pool: &Pool, value: u8) -> Lease {
     let lease = pool.try_lease(BUFFER).unwrap().expect("a buffer is free");
     bytes_of(&lease).fill(value);
@@ -101,7 +101,7 @@ fn what_is_given_back_is_neither_resident_nor_locked() {
         assert_eq!(Seen::of(&pool), seen(MOST));
         let mut held: Vec<_> = (2..=MOST).map(|value| filled(&pool, value as u8)).collect();
         assert_eq!(Seen::of(&pool), seen(MOST));
-        // Every other one is free, so that what stays is scattered.
+        // Every other buffer is free, so the others are scattered.
         held = held
             .into_iter()
             .enumerate()
@@ -172,7 +172,7 @@ fn drop_ipc_lock() {
     }
 }
 
-/// A pool of 2 buffers that the system lets grow to less than 8, and what it says then.
+/// A pool of 2 buffers that the system lets grow to fewer than 8, and the error then.
 fn grows_within_its_limit(pool: &Pool, set_limit: impl Fn(), most: usize) -> MemError {
     let held = [filled(pool, 1), filled(pool, 2)];
     set_limit();
@@ -183,7 +183,7 @@ fn grows_within_its_limit(pool: &Pool, set_limit: impl Fn(), most: usize) -> Mem
     for (value, lease) in [1, 2].into_iter().zip(&held) {
         assert!(bytes_of(lease).iter().all(|byte| *byte == value));
     }
-    // Less than the limit still fits, and what is given back makes room again.
+    // Less than the limit still fits, and returned buffers make room again.
     for count in [most, 1, most] {
         pool.resize(BUFFER, count).unwrap();
         assert_eq!(pool.counters().reserved_bytes - pool.counters().leaving_bytes, count * BUFFER);

@@ -1,4 +1,4 @@
-//! What the engines make of a drive. Without arguments: a table of the usual workloads on a file in
+//! Rates of the engines on a drive. Without arguments: a table of the usual workloads on a file in
 //! the current directory's filesystem. With them one workload, told as a line of JSON, for
 //! comparisons: see `benches/io.py`.
 //!

@@ -1,4 +1,4 @@
-//! Errors of engines and volumes, each with what to do.
+//! Errors of engines and volumes, each with its remedy.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,23 +23,23 @@ pub enum IoError {
         offset: u64,
         /// Length of the request.
         bytes: usize,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
-        /// What to do about it; empty where nothing is known.
+        /// The remedy; empty where none is known.
         hint: &'static str,
     },
     /// A file operation other than a transfer failed.
     #[error("cannot {action} {path}: {source}{}", in_parentheses(errno_hint(source)))]
     File {
-        /// What was tried: `open`, `create`, `preallocate`, `sync`.
+        /// The failed operation: `open`, `create`, `preallocate`, `sync`.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A flush failed. What was written since the flush before may be lost, even if a later flush
-    /// succeeds: the system drops pages that it could not write, and reports that once.
+    /// A flush failed. Writes since the flush before may be lost, even if a later flush succeeds: the system
+    /// drops pages that it could not write, and reports that once.
     #[error(
         "cannot flush {path}: {source}{}; what was written since the last durable step may be lost, so that no later step \
          can become durable: end this run, and resume it from its last durable step",
@@ -48,7 +48,7 @@ pub enum IoError {
     Flush {
         /// The file, directory or device.
         path: PathBuf,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The directory's filesystem or the device has not enough space.
@@ -86,11 +86,11 @@ pub enum IoError {
     /// The directory could not be prepared.
     #[error("cannot {action} {path}: {source}{}", in_parentheses(directory_hint(source)))]
     Directory {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// The directory or file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A directory above the one to be made does not exist.
@@ -129,13 +129,13 @@ pub enum IoError {
     /// io_uring cannot be used here.
     #[error("io_uring is not available: {source}{}", in_parentheses(ring_hint(source)))]
     RingUnavailable {
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The system starts no thread.
     #[error("cannot start an I/O thread: {source} (raise `ulimit -u` or the pids limit of the container)")]
     NoThread {
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The engine was closed while the request waited.
@@ -211,7 +211,7 @@ impl IoError {
         }
     }
 
-    /// What to do about it; empty where nothing is known.
+    /// The remedy; empty where none is known.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Transfer { hint, .. } => hint,

@@ -52,7 +52,7 @@ const AREA_BYTES: usize = 16 * BLOCK_BYTES;
 
 impl Medium for Area {
     fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
-        let mut blocks = Blocks::zeroed(bytes);
+        let mut blocks = Blocks::zeroed(bytes)?;
         let at = offset as usize - AREA_AT;
         let length = blocks.bytes().len();
         blocks.bytes_mut().copy_from_slice(&self.0.lock().unwrap()[at..at + length]);

@@ -8,6 +8,7 @@
 mod block_device;
 mod engine;
 mod error;
+pub mod memory;
 mod recorder;
 pub mod testing;
 mod unforked;

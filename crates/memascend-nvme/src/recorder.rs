@@ -1,4 +1,4 @@
-//! What happened when, for as long as it is asked for.
+//! A record of events and their times, kept while a caller asks for it.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use memascend_mem::LockExt;
 
-/// What a [`Span`] was spent on.
+/// The kind of work of a [`Span`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
     /// A request that reads, from its submission to its end.
@@ -37,7 +37,7 @@ impl Activity {
 /// One activity.
 #[derive(Debug, Clone, Copy)]
 pub struct Span {
-    /// What it was.
+    /// The kind of work.
     pub activity: Activity,
     /// Bytes that were moved.
     pub bytes: usize,
@@ -54,7 +54,7 @@ pub struct Recorder {
     recording: Mutex<Recording>,
 }
 
-/// What a [`Recorder`] has kept.
+/// The spans of a [`Recorder`].
 #[derive(Debug, Default)]
 pub struct Recording {
     /// The spans, in the order of their ends.
@@ -65,13 +65,13 @@ pub struct Recording {
 }
 
 impl Recorder {
-    /// Forgets what was kept, and keeps the next `most` spans.
+    /// Forgets earlier spans, and keeps the next `most`.
     pub fn begin(&self, most: usize) {
         *self.recording.locked() = Recording { most, ..Recording::default() };
         self.on.store(true, Ordering::Relaxed);
     }
 
-    /// Returns what was kept, and keeps nothing from now on.
+    /// Returns the spans, and stops recording.
     pub fn end(&self) -> Recording {
         self.on.store(false, Ordering::Relaxed);
         std::mem::take(&mut *self.recording.locked())

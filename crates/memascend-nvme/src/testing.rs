@@ -1,10 +1,9 @@
 //! The only way to the engines that keep no data, for tests and benchmarks.
 //!
-//! Users are offered `auto`, `ring` and `threads`. Two more engines exist, each of which loses
-//! data: a process can open one only by its name, and only while the engine's environment variable
-//! is set.
+//! Users are offered `auto`, `ring` and `threads`. Two more engines exist, and both lose data: a process can
+//! open one only by its name, and only while the engine's environment variable is set.
 //!
-//! | engine | variable | what the engine does |
+//! | engine | variable | effect |
 //! | --- | --- | --- |
 //! | `sim` | `MEMASCEND_SIM_FAULTS`, [`Faults`] as text: `seed=7,read_error_one_in=100`, or nothing | keeps bytes in memory, and fails, reorders and tears transfers as the seed decides |
 //! | `null` | `MEMASCEND_NULL_ENGINE`, any value | completes every request at once and moves no byte, for replaying schedules |
@@ -25,7 +24,7 @@ const NULL_ENGINE_VARIABLE: &str = "MEMASCEND_NULL_ENGINE";
 /// set.
 ///
 /// # Errors
-/// What is wrong with the faults in `MEMASCEND_SIM_FAULTS`.
+/// If the text in `MEMASCEND_SIM_FAULTS` cannot be parsed.
 pub fn engine_choice(name: &str) -> Result<Option<EngineChoice>, String> {
     Ok(match name {
         "null" => std::env::var_os(NULL_ENGINE_VARIABLE).map(|_| EngineChoice::Null),

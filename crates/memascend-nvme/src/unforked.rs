@@ -30,7 +30,7 @@ struct Slot {
 unsafe impl Sync for Slot {}
 
 static FIRST: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
-/// What takes the place of a descriptor: an eventfd, to which no store can be written.
+/// The replacement of a descriptor: an eventfd, to which no store can be written.
 static SUBSTITUTE: AtomicI32 = AtomicI32::new(NONE);
 static WATCH: Once = Once::new();
 

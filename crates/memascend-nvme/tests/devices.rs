@@ -1,6 +1,6 @@
-//! Raw devices, for real: on loop devices, with real filesystems. That needs root, and the tools
-//! that make what is to be refused. Without them the tests say that they are left out, or fail if
-//! MEMASCEND_REQUIRE names `root` (`mkfs` for its tools) or is `all`.
+//! Raw devices, for real: on loop devices, with real filesystems. They need root, and the tools that make the
+//! filesystems to refuse. Without them the tests are skipped with a notice, or fail if MEMASCEND_REQUIRE
+//! names `root` (`mkfs` for its tools) or is `all`.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -52,7 +52,7 @@ fn run(program: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
-/// A loop device, detached when dropped, and what is mounted on it or swapped to it before.
+/// A loop device, detached when dropped, after its mounts and swaps.
 struct Loop {
     path: PathBuf,
     image: PathBuf,
@@ -125,7 +125,7 @@ impl Loop {
         checksum.finalize() as u32
     }
 
-    /// What blkid says, without its cache; nothing when it finds nothing.
+    /// blkid's answer, without its cache; empty if it finds nothing.
     fn blkid(&self) -> String {
         let output = Command::new("blkid").args(["-p", self.name()]).output().unwrap();
         assert!(matches!(output.status.code(), Some(0 | 2 | 8)), "{output:?}");
@@ -236,7 +236,7 @@ fn raid_lvm_and_encrypted_volumes_are_refused() {
     let mut luks = [0; 592];
     luks[..8].copy_from_slice(b"LUKS\xba\xbe\0\x01");
     luks[168..204].copy_from_slice(b"01234567-89ab-4cde-8f01-23456789abcd");
-    // Farther from the end of the device than what is overwritten without looking.
+    // Farther from the end of the device than the area that is overwritten unread.
     let fake_raid = b"Promise Technology, Inc.";
     let size = 32 * MIB;
     let cases = [
@@ -288,7 +288,7 @@ fn data_without_a_signature_is_refused_wherever_it_lies() {
     if !ready(&[]) {
         return;
     }
-    // As xorshift makes them: what encryption leaves has no signature.
+    // As xorshift makes them: encrypted data has no signature.
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let random: Vec<u8> = std::iter::repeat_with(|| {
         state ^= state << 13;
@@ -314,7 +314,7 @@ fn data_without_a_signature_is_refused_wherever_it_lies() {
         device.write(offset, bytes);
         is_unknown_and_destroyed(&device, &[words, "of 8192 blocks"]);
     }
-    // A device too large to be read whole, with a run of data between what is always read.
+    // A device too large to be read completely, with a run of data between the places always read.
     let device = Loop::new(512 * MIB);
     device.write(300 * MIB, &random.repeat(64));
     is_unknown_and_destroyed(&device, &["random or encrypted bytes at byte 31", "of 40960 blocks"]);
@@ -343,7 +343,7 @@ fn mbr() -> [u8; 512] {
     sector
 }
 
-/// Header and entries of an empty GPT at `sector`, of which another lies at `other`.
+/// Header and entries of an empty GPT at `sector`, with its other copy at `other`.
 fn gpt(sector: u64, other: u64, entries_at: u64, sectors: u64) -> (Vec<u8>, Vec<u8>) {
     let entries = vec![0; 128 * 128];
     let mut header = vec![0; 512];

@@ -131,7 +131,7 @@ fn transfers_are_right_while_the_arena_grows_and_shrinks() {
                     times
                 }
             });
-            // What lies in each place of the volume: how many bytes, and their seed.
+            // Content of each place of the volume: number of bytes, and their seed.
             let mut written: [(usize, u64); PLACES] = [(0, 0); PLACES];
             let (mut mix, mut reads) = (Mix(6), 0);
             for round in 0..120_u64 {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use memascend_exec::{GradientId, Pending, ProjectedNumbers, Staging};
+use memascend_guarded::guarded;
 use memascend_kernels::{
     ChannelSquares, Projected, Projector, Purpose, Scratch, channel_factors, factors_of, squares_of,
 };
@@ -19,6 +20,7 @@ use crate::parts::Parts;
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) struct Projection(pub memascend_kernels::Projection);
 
+#[guarded]
 #[pymethods]
 impl Projection {
     #[new]
@@ -120,6 +122,7 @@ impl Projection {
 #[derive(Clone, Copy)]
 pub(crate) struct FactorOptions(memascend_kernels::FactorOptions);
 
+#[guarded]
 #[pymethods]
 impl FactorOptions {
     #[new]
@@ -154,6 +157,7 @@ impl FactorOptions {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ProjectedGradient(pub Projected);
 
+#[guarded]
 #[pymethods]
 impl ProjectedGradient {
     /// Updates the moments, (channels, rank) float32 at two addresses, and returns the channels'

@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use memascend_exec::{DeviceEvent, HostCopy};
+use memascend_guarded::guarded;
 use memascend_mem::Cudart;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -14,6 +15,7 @@ use crate::host;
 use crate::lease::LeaseBuffer;
 
 /// How many CUDA devices this process may see.
+#[guarded]
 #[pyfunction]
 pub(crate) fn cuda_device_count(py: Python<'_>) -> PyResult<i32> {
     py.detach(|| Cudart::find()?.device_count()).map_err(|error| device_error(&error))
@@ -23,6 +25,7 @@ pub(crate) fn cuda_device_count(py: Python<'_>) -> PyResult<i32> {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct CudaEvent(pub(crate) DeviceEvent);
 
+#[guarded]
 #[pymethods]
 impl CudaEvent {
     /// Whether everything enqueued in the stream before is done.
@@ -40,6 +43,7 @@ impl CudaEvent {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct DeviceLink(pub(crate) Arc<memascend_exec::DeviceLink>);
 
+#[guarded]
 #[pymethods]
 impl DeviceLink {
     /// Number of the device among those that this process may see.
@@ -130,6 +134,7 @@ impl DeviceLink {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Capture(pub(crate) memascend_exec::Capture);
 
+#[guarded]
 #[pymethods]
 impl Capture {
     /// Waits until the gradient is captured; returns `(sum of squares, any non-finite)`. If the
@@ -161,6 +166,7 @@ impl Capture {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Applying(pub(crate) memascend_exec::Applying);
 
+#[guarded]
 #[pymethods]
 impl Applying {
     /// Waits until the update has all of the gradient; returns the norm of the step for a rule that takes
@@ -189,6 +195,7 @@ pub(crate) struct Stash {
     pub(crate) link: Option<Arc<memascend_exec::DeviceLink>>,
 }
 
+#[guarded]
 #[pymethods]
 impl Stash {
     /// Length in bytes.
@@ -236,6 +243,7 @@ impl Stash {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Restore(memascend_exec::Restore);
 
+#[guarded]
 #[pymethods]
 impl Restore {
     /// Waits until every copy is enqueued; returns the event that is done when all bytes are there.

@@ -9,6 +9,8 @@ use memascend_store::StoreError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::panics;
+
 /// Raises `memascend.errors.StoreError` with errno, path and transfer, as far as the error has
 /// them.
 pub(crate) fn store_error(error: &StoreError) -> PyErr {
@@ -63,9 +65,19 @@ pub(crate) fn forked_error() -> PyErr {
     }
 }
 
+/// Raises `memascend.errors.DefectError` for a panic that said `what`.
+pub(crate) fn defect_error(what: &str) -> PyErr {
+    raise("DefectError", (what,))
+}
+
 /// Raises the Python exception of an executor error.
 pub(crate) fn exec_error(error: &ExecError) -> PyErr {
     match error {
+        // A thread that panicked has dropped what it was to do.
+        ExecError::Abandoned | ExecError::Closed => match panics::last() {
+            Some(panic) => defect_error(&panic),
+            None => raise("MemascendError", (error.to_string(),)),
+        },
         ExecError::Store(source) => store_error(source),
         ExecError::Memory(source) => memory_error(source),
         ExecError::Device(source) => device_error(source),

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use memascend_exec::{Nested, Stored};
+use memascend_guarded::guarded;
 use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
 use memascend_nvme::IoError;
 use pyo3::exceptions::PyValueError;
@@ -19,6 +20,7 @@ use crate::volume::{engine_options, parse_operation};
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ExternalFile(pub(crate) Arc<memascend_store::ExternalFile>);
 
+#[guarded]
 #[pymethods]
 impl ExternalFile {
     #[new]
@@ -52,6 +54,7 @@ fn stored((file, position): &Place<'_>) -> Stored {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
 
+#[guarded]
 #[pymethods]
 impl Packing {
     /// FP8 (e4m3fn) in rows of `width`, with an fp32 scale at `scales` for each block of rows and columns.
@@ -98,6 +101,7 @@ impl Packing {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct FileEngine(Arc<memascend_nvme::FileEngine>);
 
+#[guarded]
 #[pymethods]
 impl FileEngine {
     /// `engine` is auto, ring or threads; `depth` the most transfers in flight.
@@ -153,6 +157,7 @@ impl Started {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl FileTransfers {
     #[new]

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, Weak};
 
 use memascend_exec::{ExecError, GradientDtypes, GradientId, Pending};
+use memascend_guarded::guarded;
 use memascend_mem::{LeaseSlice, LockExt, round_up_to_page};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -92,6 +93,7 @@ fn ended() -> ExecError {
     ExecError::Misused("the capture of the gradient has ended".into())
 }
 
+#[guarded]
 #[pymethods]
 impl GradientRanges {
     /// Captures the next `numel` elements, at `address`. ValueError if the gradient has fewer left.

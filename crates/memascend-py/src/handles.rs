@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_exec::{ExecError, Pending};
+use memascend_guarded::guarded;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::errors::exec_error;
+use crate::panics::Intact;
 use crate::parts::Parts;
 
 /// A tensor of the store.
@@ -30,13 +32,17 @@ impl Commit {
         units: Vec<Arc<Pending>>,
         tickets: Vec<Arc<memascend_exec::Ticket>>,
         state: String,
+        intact: Intact,
     ) -> PyResult<Self> {
         let commit = Self { ready: Arc::default(), generation: Arc::default() };
         let (under_way, generation) = (commit.ready.begin(), Arc::clone(&commit.generation));
         let run = move || {
             let begun = tickets.iter().try_for_each(|ticket| ticket.wait());
             let written = begun.and_then(|()| units.iter().try_for_each(|unit| unit.wait()));
-            let committed = written.and_then(|()| {
+            // After a panic nothing says that the values are those of a step.
+            let whole =
+                written.and_then(|()| if intact.still() { Ok(()) } else { Err(ExecError::Abandoned) });
+            let committed = whole.and_then(|()| {
                 let number = parts.store.commit(&state).map_err(ExecError::from)?;
                 generation.store(number, Ordering::Release);
                 Ok(())
@@ -54,6 +60,7 @@ impl Commit {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl Commit {
     /// Waits until the generation is durable; returns its number.
@@ -72,6 +79,7 @@ impl Commit {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Ticket(pub Arc<memascend_exec::Ticket>);
 
+#[guarded]
 #[pymethods]
 impl Ticket {
     /// Waits until the unit's weights are in their buffer.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use memascend_guarded::guarded;
 use memascend_kernels::{
     Algorithm, Dtype, GradientStats, HostTensor, Isa, Moments, PlaneFormat, Weight, stats_bf16, stats_f16,
     stats_f32,
@@ -29,6 +30,7 @@ pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Rule(pub memascend_kernels::Rule);
 
+#[guarded]
 #[pymethods]
 impl Rule {
     /// `algorithm` is "adamw", "adamw amsgrad", "lion", "sgd", "sgd momentum" or "apollo"; `states`
@@ -106,6 +108,7 @@ impl Rule {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Plane(pub memascend_kernels::Plane);
 
+#[guarded]
 #[pymethods]
 impl Plane {
     /// Its name in a state dictionary.
@@ -166,6 +169,7 @@ impl StepScalars {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl StepScalars {
     /// Step number `step`, the first being 1, of Adam and AdamW.
@@ -263,6 +267,7 @@ pub(crate) unsafe fn elements_mut<'a, T>(address: usize, length: usize) -> &'a m
 /// One optimizer step on a contiguous tensor of `numel` elements in host memory, in place.
 /// Addresses are `Tensor.data_ptr()` of contiguous CPU tensors: weight, gradient, and one for each
 /// of the rule's planes, of `Plane.bytes(numel)` bytes.
+#[guarded]
 #[pyfunction]
 #[pyo3(signature = (rule, numel, weight, planes, gradient, scalars, threads, factors = None))]
 #[allow(clippy::too_many_arguments)]
@@ -313,6 +318,7 @@ pub(crate) fn step_host(
 
 /// `(sum of squares, any non-finite)` of a contiguous gradient in host memory, in the fixed order
 /// that captures use too.
+#[guarded]
 #[pyfunction]
 pub(crate) fn gradient_stats(
     py: Python<'_>,
@@ -338,6 +344,7 @@ pub(crate) fn gradient_stats(
 
 /// Makes malloc keep large freed blocks for the next ones, in the whole process: with memory to
 /// spare.
+#[guarded]
 #[pyfunction]
 pub(crate) fn keep_large_blocks() {
     memascend_mem::keep_large_blocks();
@@ -345,6 +352,7 @@ pub(crate) fn keep_large_blocks() {
 
 /// Makes malloc return large freed blocks to the system, in the whole process. Called before a
 /// model is built, whose temporary weights would leave holes in the heap.
+#[guarded]
 #[pyfunction]
 pub(crate) fn return_large_blocks_to_system() {
     memascend_mem::return_large_blocks_to_system();
@@ -353,6 +361,7 @@ pub(crate) fn return_large_blocks_to_system() {
 /// Gives the pages of free blocks inside malloc's heap back to the system, where the process has
 /// grown by `growth_bytes` since. Called between units, and with `pass_begins` at the beginning of a
 /// pass.
+#[guarded]
 #[pyfunction]
 #[pyo3(signature = (pass_begins, growth_bytes = None))]
 pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool, growth_bytes: Option<usize>) {
@@ -361,6 +370,7 @@ pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool, growth_b
 }
 
 /// The instruction set of the kernels: "avx512", "avx2" or "baseline".
+#[guarded]
 #[pyfunction]
 pub(crate) fn instruction_set() -> &'static str {
     Isa::best().name()

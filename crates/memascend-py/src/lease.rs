@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use memascend_guarded::guarded;
 use memascend_mem::{HostBlock, Lease};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -18,6 +19,7 @@ pub(crate) struct LeaseBuffer {
     pub(crate) lease: Arc<Lease>,
 }
 
+#[guarded]
 #[pymethods]
 impl LeaseBuffer {
     /// Address of the first byte.
@@ -47,6 +49,7 @@ pub(crate) struct HostBuffer {
     bytes: usize,
 }
 
+#[guarded]
 #[pymethods]
 impl HostBuffer {
     /// `bytes` bytes of zeros from the allocator of that name.

@@ -11,10 +11,12 @@ mod handles;
 mod host;
 mod lease;
 mod overflow;
+mod panics;
 mod parts;
 mod runtime;
 mod statistics;
 mod testing;
+mod tuning;
 mod volume;
 
 use pyo3::prelude::*;
@@ -72,6 +74,7 @@ mod _memascend {
     /// Chooses the instruction set of the kernels if `MEMASCEND_ISA` names one.
     #[pymodule_init]
     fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::panics::count_panics();
         match std::env::var_os("MEMASCEND_ISA") {
             None => Ok(()),
             Some(name) => memascend_kernels::Isa::choose(&name.to_string_lossy()).map_err(|reason| {

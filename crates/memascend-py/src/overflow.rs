@@ -1,5 +1,6 @@
 //! The overflow check of tensors in host memory.
 
+use memascend_guarded::guarded;
 use memascend_kernels::{CheckedTensor, CheckedWork};
 use pyo3::prelude::*;
 
@@ -8,6 +9,7 @@ use crate::host::parse_dtype;
 /// `(any non-finite, sum of squares of each tensor, blocks read)` of dense tensors in host memory,
 /// given as (dtype, numel, `Tensor.data_ptr()`). `unscale` multiplies them in place. Without `norm`
 /// there are no sums.
+#[guarded]
 #[pyfunction]
 pub(crate) fn check_overflow(
     py: Python<'_>,

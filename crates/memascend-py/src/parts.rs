@@ -49,19 +49,20 @@ pub(crate) struct StorePlan {
     pub resume: bool,
 }
 
-/// What the arena holds.
+/// What the arena holds: a `memascend.plan.arena.Arena`, which says what each number is.
+#[derive(FromPyObject)]
 pub(crate) struct MemoryPlan {
-    pub units: Vec<PlanLine>,
-    pub packs: Vec<PlanLine>,
-    pub chunk_bytes: usize,
-    pub chunk_count: usize,
-    pub chunk_count_max: Option<usize>,
-    pub chunk_elements: usize,
-    pub slot_bytes: usize,
-    pub slot_count: usize,
-    pub states_bytes: usize,
-    pub states_count: usize,
-    pub states_count_max: Option<usize>,
+    units: Vec<PlanLine>,
+    packs: Vec<PlanLine>,
+    chunk_bytes: usize,
+    chunk_count: usize,
+    chunk_count_max: Option<usize>,
+    chunk_elements: usize,
+    slot_bytes: usize,
+    slot_count: usize,
+    states_bytes: usize,
+    states_count: usize,
+    states_count_max: Option<usize>,
 }
 
 impl MemoryPlan {

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use memascend_exec::{AppliedGradient, DeviceGradient, FilePart, GradientId, Pending, UnitWeights};
+use memascend_guarded::guarded;
 use memascend_kernels::Projected;
 use memascend_mem::{LockExt, Origin};
-use memascend_store::StoreOptions;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -22,9 +22,10 @@ use crate::gradients::{self, GradientRanges};
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane};
 use crate::lease::LeaseBuffer;
-use crate::parts::{AllocatorChoice, MemoryPlan, Parts, PlanLine, RuntimeOptions, StorePlan};
+use crate::panics::Intact;
+use crate::parts::{AllocatorChoice, MemoryPlan, Parts, RuntimeOptions, StorePlan};
 use crate::statistics::statistics;
-use crate::volume::engine_options;
+use crate::tuning::Tuning;
 
 /// A part of a unit's weights outside the store, as Python gives it.
 type OutsidePart<'py> = (Bound<'py, ExternalFile>, u64, usize, usize, Option<Bound<'py, Packing>>);
@@ -39,15 +40,27 @@ pub(crate) struct Runtime {
     notices: Mutex<Vec<String>>,
     /// The process that opened it.
     origin: Origin,
+    intact: Intact,
 }
 
 impl Runtime {
     pub(crate) fn parts(&self) -> PyResult<Arc<Parts>> {
-        if self.forked() {
+        self.intact.check()?;
+        self.parts_to_close()
+    }
+
+    /// The parts, also after a panic: to read what is durable, which a model is closed by.
+    fn parts_to_close(&self) -> PyResult<Arc<Parts>> {
+        if self.is_forked() {
             return Err(forked_error());
         }
         let parts = self.parts.locked();
         parts.clone().ok_or_else(|| PyRuntimeError::new_err("the offloaded model was closed"))
+    }
+
+    /// Whether this process was forked from the one that opened it.
+    fn is_forked(&self) -> bool {
+        !self.origin.is_here()
     }
 
     fn unit(&self, unit: usize) -> Arc<Pending> {
@@ -55,82 +68,35 @@ impl Runtime {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl Runtime {
     /// Creates the store, or opens an existing one to `resume`, and reserves the arena. `in_place`
     /// keeps one copy of each tensor, without a second one for the next generation. `replace` deletes
     /// the store of an earlier run that is in the way of a new one.
     ///
-    /// `units` and `packs` are `(consumer, bytes, count)` lines of the plan. Staging for gradients
-    /// and activations is `chunk_count` chunks of `chunk_bytes` bytes; captures of gradients are
-    /// cut into `chunk_elements` elements. There are `slot_count` update slots of `slot_bytes`
-    /// bytes, and `states_count` buffers of `states_bytes` bytes in which states stay. With
-    /// `device`, the number of a CUDA device, the arena is memory that the device copies from and
-    /// to directly, unless another `allocator` is named.
-    ///
-    /// Numbers that `resize` may change have a maximum, for which addresses are reserved: a fourth
-    /// value in a line of `units`, `chunk_count_max` and `states_count_max`. If there is one, the
-    /// allocator is not `cuda`.
+    /// `arena` is a `memascend.plan.arena.Arena`, and `tuning` has the names of
+    /// `memascend.options.Tuning`. With `device`, the number of a CUDA device, the arena is memory
+    /// that the device copies from and to directly, unless another `allocator` is named. If a
+    /// number of the arena has a maximum, the allocator is not `cuda`.
     #[new]
-    #[pyo3(signature = (
-        store, units, packs, chunk_bytes, chunk_count, chunk_elements, slot_bytes, slot_count, *,
-        states_bytes = 0, states_count = 0, chunk_count_max = None, states_count_max = None, resume = false, in_place = false,
-        replace = false,
-        engine = "auto", direct = true, rates = Vec::new(), depth = 128, io_poll = false, sq_poll = false,
-        checksums = true, allocator = "auto", huge_pages = true, compute_threads = 1,
-        device = None
-    ))]
+    #[pyo3(signature = (store, arena, *, resume = false, in_place = false, replace = false, device = None, **tuning))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         store: Vec<PathBuf>,
-        units: Vec<PlanLine>,
-        packs: Vec<PlanLine>,
-        chunk_bytes: usize,
-        chunk_count: usize,
-        chunk_elements: usize,
-        slot_bytes: usize,
-        slot_count: usize,
-        states_bytes: usize,
-        states_count: usize,
-        chunk_count_max: Option<usize>,
-        states_count_max: Option<usize>,
+        arena: MemoryPlan,
         resume: bool,
         in_place: bool,
         replace: bool,
-        engine: &str,
-        direct: bool,
-        rates: Vec<f64>,
-        depth: usize,
-        io_poll: bool,
-        sq_poll: bool,
-        checksums: bool,
-        allocator: &str,
-        huge_pages: bool,
-        compute_threads: usize,
         device: Option<i32>,
+        tuning: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let memory = MemoryPlan {
-            units,
-            packs,
-            chunk_bytes,
-            chunk_count,
-            chunk_count_max,
-            chunk_elements,
-            slot_bytes,
-            slot_count,
-            states_bytes,
-            states_count,
-            states_count_max,
-        };
-        let engine = engine_options(engine, depth, io_poll, sq_poll)?;
-        let store = StorePlan {
-            paths: store,
-            options: StoreOptions { engine, direct, rates, checksums, in_place, replace },
-            resume,
-        };
-        let allocator = AllocatorChoice { name: allocator.to_owned(), huge_pages };
-        let options = RuntimeOptions { store, memory, allocator, compute_threads, device };
+        let tuning = Tuning::of(tuning)?;
+        let store = StorePlan { paths: store, options: tuning.store_options(in_place, replace)?, resume };
+        let allocator = AllocatorChoice { name: tuning.allocator, huge_pages: tuning.huge_pages };
+        let compute_threads = tuning.compute_threads;
+        let options = RuntimeOptions { store, memory: arena, allocator, compute_threads, device };
         let (parts, notices) = py.detach(|| Parts::open(options))?;
         Ok(Self {
             parts: Mutex::new(Some(Arc::new(parts))),
@@ -138,6 +104,7 @@ impl Runtime {
             files: Mutex::default(),
             notices: Mutex::new(notices),
             origin: Origin::here(),
+            intact: Intact::here(),
         })
     }
 
@@ -238,13 +205,13 @@ impl Runtime {
         let parts = self.parts()?;
         let units = self.pending.locked().clone();
         let tickets = tickets.iter().map(|ticket| Arc::clone(&ticket.get().0)).collect();
-        Commit::begin(parts, units, tickets, state)
+        Commit::begin(parts, units, tickets, state, self.intact)
     }
 
     /// Number of the durable generation; 0 when there is none.
     #[getter]
     fn generation(&self) -> PyResult<u64> {
-        Ok(self.parts()?.store.generation())
+        Ok(self.parts_to_close()?.store.generation())
     }
 
     /// The state that the durable generation was committed with, or None.
@@ -261,7 +228,7 @@ impl Runtime {
 
     /// `(tag, generation, bytes)` of every snapshot, the oldest first.
     fn snapshots(&self) -> PyResult<Vec<(String, u64, u64)>> {
-        let snapshots = self.parts()?.store.snapshots().into_iter();
+        let snapshots = self.parts_to_close()?.store.snapshots().into_iter();
         Ok(snapshots.map(|snapshot| (snapshot.tag, snapshot.generation, snapshot.bytes)).collect())
     }
 
@@ -910,7 +877,7 @@ impl Runtime {
     /// Waits for everything under way and closes the files. With `keep` the committed generations
     /// stay, otherwise the files are removed. Closing twice is fine.
     fn close(&self, py: Python<'_>, keep: bool) -> PyResult<()> {
-        if self.forked() {
+        if self.is_forked() {
             return Ok(()); // Threads, buffers and files are the parent's.
         }
         let parts = self.parts.locked().take();
@@ -931,12 +898,12 @@ impl Runtime {
     /// Whether it cannot be used any more: `close` was called, or this process is a forked child.
     #[getter]
     fn closed(&self) -> bool {
-        self.forked() || self.parts.locked().is_none()
+        self.is_forked() || self.parts.locked().is_none()
     }
 
     /// Whether this process was forked from the one that opened it, which alone can use it.
     #[getter]
     fn forked(&self) -> bool {
-        !self.origin.is_here()
+        self.is_forked()
     }
 }

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Instant;
 
+use memascend_guarded::guarded;
 use memascend_mem::{CudaEvents, Cudart};
 use pyo3::prelude::*;
 
@@ -20,6 +21,7 @@ type RecordedSpan = (&'static str, usize, usize, u64, u64);
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ForTests;
 
+#[guarded]
 #[pymethods]
 impl ForTests {
     /// The random matrix of a projection as a list of float32, (elements of a channel, rank).

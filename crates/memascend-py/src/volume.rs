@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
+use memascend_guarded::guarded;
 use memascend_mem::{
     Lease, LeaseSlice, LockExt, PAGE_BYTES, PageableAllocator, Pool, SizeClass, WaitExt, round_up_to_page,
 };
@@ -19,6 +20,7 @@ use pyo3::types::PyDict;
 use crate::errors::{io_error, memory_error, store_error};
 use crate::host;
 use crate::lease::LeaseBuffer;
+use crate::panics::Intact;
 
 /// The largest number of transfers in flight.
 const DEPTH_MAX: usize = 32_000;
@@ -94,6 +96,7 @@ impl Volume {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl Volume {
     /// Makes an empty volume of a directory, a formatted device or `UUID=…`, with `buffer_count`
@@ -310,6 +313,7 @@ impl Batch {
     }
 }
 
+#[guarded]
 #[pymethods]
 impl Transfers {
     /// Waits until all have ended; raises the first error. After an error no more are submitted.
@@ -327,15 +331,17 @@ impl Transfers {
 
 /// A store with a durable generation, opened without a runtime.
 #[pyclass(frozen, module = "memascend._memascend")]
-pub(crate) struct KeptStore(Mutex<Option<Arc<Store>>>);
+pub(crate) struct KeptStore(Mutex<Option<Arc<Store>>>, Intact);
 
 impl KeptStore {
     fn store(&self) -> PyResult<Arc<Store>> {
+        self.1.check()?;
         let store = self.0.locked();
         store.clone().ok_or_else(|| PyRuntimeError::new_err("the store was closed"))
     }
 }
 
+#[guarded]
 #[pymethods]
 impl KeptStore {
     /// Opens the store of which `paths` has at least one volume.
@@ -345,7 +351,7 @@ impl KeptStore {
         let engine = engine_options(engine, EngineOptions::default().depth, false, false)?;
         let options = StoreOptions { engine, direct, ..StoreOptions::default() };
         let store = py.detach(|| Store::open(&paths, &options)).map_err(|error| store_error(&error))?;
-        Ok(Self(Mutex::new(Some(Arc::new(store)))))
+        Ok(Self(Mutex::new(Some(Arc::new(store))), Intact::here()))
     }
 
     /// Whether any of `paths` holds a store with a durable generation.
@@ -517,6 +523,7 @@ type Damaged = (String, u64, u64, Vec<(PathBuf, u64)>);
 
 /// The UUID of a formatted block device; None for a device that is not formatted, or a path that is
 /// no device.
+#[guarded]
 #[pyfunction]
 pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
     let found =
@@ -527,6 +534,7 @@ pub(crate) fn device_uuid(py: Python<'_>, path: PathBuf) -> PyResult<Option<Stri
 /// Writes memascend's superblock to a block device. Returns the device's UUID, its bytes for data,
 /// and a description of what was on it before. Existing content is destroyed only if `destroy`
 /// names the same device.
+#[guarded]
 #[pyfunction]
 #[pyo3(signature = (path, destroy = None))]
 pub(crate) fn format_device(

@@ -1,5 +1,8 @@
 //! Allocation: extents for tensors, spare extents for their next values, and the space that each
 //! volume lacks.
+//!
+//! A tensor may lie in several ranges of the address space, so an allocation fails only if the free bytes
+//! together are too few, however they are scattered.
 
 use std::sync::Arc;
 
@@ -15,7 +18,7 @@ impl Store {
     /// allocation may consist of several ranges.
     ///
     /// # Errors
-    /// If the free space and what the volumes can grow by are less than `bytes` together.
+    /// If free space and the room to grow are less than `bytes` together.
     pub fn allocate(&self, name: &str, bytes: u64) -> Result<Extent> {
         let mut table = self.table();
         let ranges = self.find_room(&table, bytes)?;
@@ -143,7 +146,7 @@ impl Store {
             };
             table.set_current(id, key);
             let target = table.current(id);
-            // Its checksums are those of an older value, and so is what is kept of it in memory.
+            // Its checksums and its resident parts belong to an older value.
             target.sums().clear();
             target.kept().clear();
             return Ok(Rewrite { source, target: target.extent() });

@@ -43,7 +43,7 @@ pub(crate) fn encode_words(mut words: impl ExactSizeIterator<Item = u32>) -> Str
     String::from_utf8(digits).expect("digits are ASCII")
 }
 
-/// As many words as that, if the text is exactly what they are in base 64.
+/// So many words, if the text is exactly their base 64.
 pub(crate) fn decode_words(text: &str, words: usize) -> Option<Vec<u32>> {
     const VALUES: [u8; 256] = {
         let mut values = [0xff; 256];
@@ -82,7 +82,7 @@ mod tests {
             vec![0],
             vec![1, u32::MAX],
             vec![0x0403_0201, 0x0807_0605, 0x0c0b_0a09],
-            (0..50).map(|n| n * 0x1234_5679).collect(),
+            (0..50_u32).map(|n| n.wrapping_mul(0x1234_5679)).collect(),
         ] {
             let text = encode_words(words.iter().copied());
             assert_eq!(decode_words(&text, words.len()), Some(words.clone()), "{text}");

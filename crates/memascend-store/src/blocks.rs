@@ -25,7 +25,7 @@ struct Collected {
     blocks: Vec<u32>,
 }
 
-/// Compares what is read of an extent here and there, in one pass from its start to its end.
+/// Compares scattered reads of an extent, in one pass from its start to its end.
 pub struct BlockCheck {
     of: Arc<Bytes>,
     map: Arc<Map>,
@@ -45,8 +45,8 @@ impl Store {
         }
     }
 
-    /// Whether `buffer` holds the bytes of `extent` from its start on, as the checksums say of what is on the
-    /// drives. False where a checksum is unknown: for bytes that only memory has, and without checksums.
+    /// Whether `buffer` holds the bytes that the drives have of `extent` from its start on, by their
+    /// checksums. False where a checksum is unknown: for bytes that only memory has, and without checksums.
     ///
     /// # Panics
     /// As [`Store::transfer`].
@@ -88,7 +88,7 @@ impl BlockCheck {
     /// returned. Bytes without a checksum pass.
     ///
     /// # Errors
-    /// If they differ from what was written.
+    /// If they differ from the written bytes.
     ///
     /// # Panics
     /// If a MiB is not read from its first block on.

@@ -1,8 +1,12 @@
 //! Checksums of the bytes of an extent: a CRC-32C for each MiB that was written.
 //!
-//! Transfers may begin and end at any block. A written part has a checksum of its own until parts
-//! cover a whole MiB: then their checksums are combined. Parts that are read are collected in the
-//! same way until they cover what was written.
+//! Transfers may begin and end at any block. A written part has a checksum of its own until parts cover a
+//! whole MiB: then their checksums are combined. Parts that are read are collected in the same way until they
+//! cover the written part.
+//!
+//! One checksum for each tensor would not say where damage is. One for each block would take a thousandth of
+//! the store in memory. The checksums of parts are combined because a resumed run with another budget may cut
+//! transfers differently.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -34,7 +38,7 @@ pub(crate) fn checksum_of_both(first: &[u8], second: &[u8]) -> u32 {
     digest.finalize() as u32
 }
 
-/// Combines the CRC-32C `first` of some bytes with that of the `blocks` blocks behind them.
+/// Combines the CRC-32C `first` of some bytes with the CRC of the `blocks` blocks behind them.
 fn combine(first: u32, second: u32, blocks: u32) -> u32 {
     crc_fast::checksum_combine(Crc32Iscsi, first.into(), second.into(), u64::from(blocks) * BLOCK) as u32
 }
@@ -75,7 +79,7 @@ struct Pending {
     seen: Vec<(Part, bool)>,
 }
 
-/// A MiB of which parts were written or read.
+/// A MiB that was written or read in parts.
 #[derive(Debug, Default)]
 struct Mixed {
     /// In order and without overlap. Empty if the checksum of the whole MiB is known.
@@ -84,7 +88,7 @@ struct Mixed {
 }
 
 /// The checksums of one extent: 4 bytes and a bit for each MiB, and the parts where there are any;
-/// 4 bytes for each block of the MiBs of which single blocks are read.
+/// 4 bytes for each block of a MiB from which single blocks are read.
 #[derive(Debug, Default)]
 pub(crate) struct Checksums {
     blocks: u64,
@@ -123,7 +127,7 @@ impl Encoded {
 }
 
 impl Checksums {
-    /// Those of an extent of `bytes` bytes that was never written.
+    /// Checksums of an extent of `bytes` bytes that was never written.
     pub(crate) fn new(bytes: u64) -> Self {
         Self { blocks: bytes / BLOCK, ..Self::default() }
     }
@@ -177,7 +181,7 @@ impl Checksums {
         self.known(mib).is_some()
     }
 
-    /// Whether the checksums of bytes from the first on, by MiBs, are those of what was written.
+    /// Whether the checksums of bytes from the first on, by MiBs, match the written bytes.
     pub(crate) fn are(&self, sums: &[Summed]) -> bool {
         sums.iter().all(|Summed { mib, part }| {
             (part.begin, part.end) == (0, self.blocks_of(*mib)) && self.known(*mib) == Some(part.sum)
@@ -189,8 +193,8 @@ impl Checksums {
         self.noted.get(&mib).map(AsRef::as_ref)
     }
 
-    /// Notes the checksums of the blocks of a MiB that were read, once they are all there. `sum` is that of
-    /// their bytes. Returns false if that differs from what was written.
+    /// Records the checksums of the blocks of a MiB that was read. `sum` is the checksum of all its bytes.
+    /// Returns false if it differs from the written one.
     pub(crate) fn note_blocks(&mut self, mib: u32, blocks: &[u32], sum: u32) -> bool {
         if blocks.len() < self.blocks_of(mib) as usize {
             return true;
@@ -232,13 +236,13 @@ impl Checksums {
             self.mixed.remove(&mib);
             return;
         }
-        // The checksum of the whole MiB does not tell that of the part which stays.
+        // The checksum of the MiB does not yield the checksum of the surviving part.
         self.set_known(mib, None);
         let mixed = self.mixed.entry(mib).or_default();
         mixed.written.retain(|written| !written.overlaps(&range));
         mixed.pending.retain_mut(|pending| {
-            // A part that was read before it was overwritten still counts towards the check of what
-            // was written with it.
+            // A part that was read before it was overwritten still counts towards the check of the part
+            // written with it.
             let missing = unseen(pending, &range).next().is_some();
             let overlapped = |(part, gone): &mut (Part, bool)| *gone |= part.overlaps(&range);
             pending.seen.iter_mut().for_each(overlapped);
@@ -285,8 +289,8 @@ impl Checksums {
         pieces
     }
 
-    /// Records the checksums of pieces of [`cut`](Self::cut) that were read. Returns offset and
-    /// length of a part that these pieces complete and that differs from what was written.
+    /// Records the checksums of pieces of [`cut`](Self::cut) that were read. Returns offset and length of a
+    /// part that these pieces complete and that is damaged.
     pub(crate) fn read(&mut self, parts: &[Summed]) -> Option<(u64, u64)> {
         let mut damage = None;
         for Summed { mib, part } in parts {

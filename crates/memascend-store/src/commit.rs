@@ -1,4 +1,7 @@
 //! Generations: commits, snapshots, and the return to a snapshot.
+//!
+//! Resuming takes a snapshot up first and confirms it last: the manifest names the newest generation until
+//! then, so whatever `resume` refuses in between loses no step.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -10,6 +13,7 @@ use crate::member::Member;
 use crate::table::{Bytes, Generation, Table, Tagged};
 use crate::{Result, Store, StoreError};
 use memascend_mem::LockExt;
+use memascend_nvme::memory::copy_of;
 
 /// A generation under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +37,7 @@ pub struct TensorReport {
     pub name: String,
     /// Its length.
     pub bytes: u64,
-    /// Number of its extents, spares and those of snapshots included.
+    /// Number of its extents, spares and snapshots included.
     pub extents: usize,
     /// Total length of those extents.
     pub extent_bytes: u64,
@@ -46,19 +50,22 @@ struct NotWritten {
 }
 
 impl Store {
-    /// Makes the current values of all tensors the durable generation, and returns its number: 1
-    /// for the first. What is kept in memory alone is written before. `state` is the caller's, and
-    /// [`Store::state`] returns it. Every write that belongs to the generation must have ended.
+    /// Makes the current values of all tensors the durable generation, and returns its number: 1 for the
+    /// first. Bytes that only memory has are written first. `state` is the caller's, and [`Store::state`]
+    /// returns it. Every write that belongs to the generation must have ended.
     ///
     /// When this returns, the generation is on all volumes. A commit that fails leaves the
     /// generation before it durable; nothing of either generation is overwritten, and the commit
     /// may be tried again.
     pub fn commit(&self, state: &str) -> Result<u64> {
         let _alone = self.writer();
+        let state =
+            copy_of(state.as_bytes()).map_err(|_| StoreError::NoMemory { bytes: state.len() as u64 })?;
+        let state = Arc::new(String::from_utf8(state).expect("it was text"));
         self.write_kept()?;
         let generation = {
             let mut table = self.table();
-            let generation = table.generation(table.last_number + 1, now(), state.into());
+            let generation = table.generation(table.last_number + 1, now(), state);
             table.pin(&generation);
             generation
         };
@@ -111,9 +118,10 @@ impl Store {
         let refused = |error| NotWritten { error, begun: false };
         self.members.iter().try_for_each(Member::check_flushes).map_err(refused)?;
         let body = self.body(current, snapshots);
-        let common = Common::of(&body);
+        let lacking = |_| StoreError::NoMemory { bytes: body.about_bytes() };
+        let common = Common::of(&body).map_err(lacking).map_err(refused)?;
         self.check_length(&body, &common).map_err(refused)?;
-        self.on_all(|index, member| member.write_note(&common.note(index)))
+        self.on_all(|index, member| member.write_note(&common.note(index).map_err(lacking)?))
             .map_err(|error| NotWritten { error, begun: true })
     }
 
@@ -150,7 +158,7 @@ impl Store {
                 number: generation.number,
                 tag: tag.to_owned(),
                 time: generation.time,
-                state: generation.state.to_string(),
+                state: Arc::clone(&generation.state),
                 tensors: generation
                     .tensors
                     .iter()
@@ -302,16 +310,16 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot
-    /// stays. Tensors that are not in the snapshot are removed, those that only the snapshot has
-    /// are created, and what was not committed is lost. No transfer may be under way.
+    /// Makes the content of a snapshot the newest generation. Nothing is copied, and the snapshot stays.
+    /// Tensors that are not in the snapshot are removed, tensors that only the snapshot has are created, and
+    /// uncommitted values are lost. No transfer may be under way.
     pub fn restore_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let generation = self.renewed(tag)?;
         self.make_durable(generation, Table::restore)
     }
 
-    /// Makes the current values those of a snapshot, and leaves what is durable as it is, until
+    /// Restores a snapshot as the current values. The manifest is unchanged until
     /// [`Store::confirm_snapshot`]. No transfer may be under way.
     pub fn take_up_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();

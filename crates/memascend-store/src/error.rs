@@ -1,4 +1,4 @@
-//! Errors of the store: what happened, to which tensor or path, and what to do.
+//! Errors of the store: the failure, its tensor or path, and the remedy.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -89,6 +89,15 @@ pub enum StoreError {
         /// How much of it the callers' states take.
         state_bytes: u64,
     },
+    /// There is no memory for the manifest, and no volume has it.
+    #[error(
+        "no memory for the {bytes} bytes of the store's manifest: what was durable before stays. Free memory, and commit \
+         again"
+    )]
+    NoMemory {
+        /// How many bytes, about.
+        bytes: u64,
+    },
     /// A volume was found to be another one than the store has.
     #[error(
         "{path} holds a volume that its store has in {recorded}: it is a copy, or was moved. Opened alone it would be \
@@ -155,6 +164,7 @@ impl StoreError {
             // The errno that filesystems return when one of their own checksums does not match.
             Self::Damaged(_) => Some(libc::EBADMSG),
             Self::ManifestTooLong { .. } => Some(libc::EFBIG),
+            Self::NoMemory { .. } => Some(libc::ENOMEM),
             Self::Missing { .. } => Some(libc::ENOENT),
             _ => self.io().and_then(IoError::errno),
         }

@@ -79,8 +79,8 @@ impl ExtentAllocator {
         Some(extents)
     }
 
-    /// Marks extents as in use: those that [`ExtentAllocator::find`] returned, or those of a
-    /// manifest, in any order. Blocks that are skipped at the end become free.
+    /// Marks extents as in use: extents that [`ExtentAllocator::find`] returned, or a manifest's, in any
+    /// order. Blocks that are skipped at the end become free.
     ///
     /// # Panics
     /// If any of it is in use.
@@ -213,7 +213,7 @@ impl FreeRanges {
         self.levels[0].range(offset / BLOCK..).next().map(range_of)
     }
 
-    /// All ranges, those of one size by address.
+    /// All ranges by size, equal ones by address.
     fn largest_first(&self) -> impl Iterator<Item = Extent> {
         self.by_size.iter().rev().map(|(bytes, Reverse(offset))| Extent { offset: *offset, bytes: *bytes })
     }
@@ -315,7 +315,7 @@ mod tests {
         prop::collection::vec(action, 1..150)
     }
 
-    /// The allocator and its model side by side, and what is allocated.
+    /// The allocator and its model side by side, and the allocated extents.
     #[derive(Default)]
     struct Pair {
         allocator: ExtentAllocator,
@@ -358,7 +358,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every decision is the model's: where, whether at all, and what is left.
+        /// Every decision matches the model: where, whether at all, and the remaining space.
         #[test]
         fn the_allocator_agrees_with_a_map_of_blocks(actions in actions(24, 120)) {
             let mut pair = Pair::default();
@@ -382,7 +382,7 @@ mod tests {
             prop_assert!(pair.allocator.free.levels.iter().all(BTreeMap::is_empty), "the index is empty too");
         }
 
-        /// What a list kept from before says is in use can be taken in any order.
+        /// Extents that an earlier list says are in use can be taken in any order.
         #[test]
         fn a_kept_list_is_taken_in_any_order(
             blocks in prop::collection::vec((1_u64..9, any::<bool>()), 1..40), seed in any::<u64>()
@@ -404,7 +404,7 @@ mod tests {
         }
     }
 
-    /// Fragmentation far apart in the address space: what first fit skips lies below other keys at
+    /// Fragmentation far apart in the address space: the ranges that first fit skips lie below other keys at
     /// every level.
     #[test]
     fn first_fit_finds_its_range_however_far_apart_the_ranges_are() {
@@ -508,7 +508,7 @@ mod tests {
         }
     }
 
-    /// The bytes of every tensor of a layer of a 7B model, of which those with states are trained.
+    /// The bytes of every tensor in a layer of a 7B model; tensors with states are trained.
     fn layer_bytes(trained: bool) -> impl Iterator<Item = u64> {
         let (hidden, heads, inner) = (3584_u64, 512, 18_944);
         let (square, narrow, wide) = (hidden * hidden, hidden * heads, hidden * inner);

@@ -72,6 +72,9 @@ impl ExternalFile {
     /// If `window` is smaller than a block.
     pub fn read(&self, offset: u64, target: &mut [u8], window: &mut [u8]) -> Result<()> {
         assert!(window.len() >= BLOCK_BYTES, "a window of {} bytes", window.len());
+        if offset.checked_add(target.len() as u64).is_none_or(|end| end > self.bytes) {
+            return Err(self.changed());
+        }
         let mut done = 0;
         while done < target.len() {
             let (position, left) = (offset + done as u64, target.len() - done);
@@ -170,7 +173,7 @@ mod tests {
         (found.len(), i128::from(found.mtime()) * 1_000_000_000 + i128::from(found.mtime_nsec()))
     }
 
-    /// In the directory of the test binary: what is under /tmp may refuse direct reads.
+    /// In the directory of the test binary: /tmp may refuse direct reads.
     fn file_of(contents: &[u8]) -> tempfile::NamedTempFile {
         let here = std::env::current_exe().unwrap();
         let file = tempfile::NamedTempFile::new_in(here.parent().unwrap()).unwrap();
@@ -216,8 +219,10 @@ mod tests {
             let external = ExternalFile::open(file.path(), bytes, modified_ns, direct).unwrap();
             external.read(2 * BLOCK_BYTES as u64, &mut target, &mut window.0).unwrap();
             // Beyond the end.
-            let beyond = external.read(bytes - 5, &mut target, &mut window.0).unwrap_err();
-            assert!(matches!(beyond, StoreError::Changed { .. }), "{beyond}");
+            for beyond in [bytes - 5, bytes, i64::MAX as u64, u64::MAX - 3, u64::MAX] {
+                let beyond = external.read(beyond, &mut target, &mut window.0).unwrap_err();
+                assert!(matches!(beyond, StoreError::Changed { .. }), "{beyond}");
+            }
         }
         let external = ExternalFile::open(file.path(), bytes, modified_ns, true).unwrap();
         std::fs::write(file.path(), [2; 3 * BLOCK_BYTES]).unwrap();

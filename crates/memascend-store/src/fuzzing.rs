@@ -5,8 +5,8 @@ use crate::checksums::checksum;
 use crate::manifest::{Common, FORMAT, Manifest};
 use crate::table::Table;
 
-/// A note as a manifest: what is accepted gives a table in which every extent has its owners, and
-/// is written as it was read.
+/// A note as a manifest: an accepted one gives a table in which every extent has its owners, and is written
+/// as it was read.
 pub fn manifest(data: &[u8]) {
     let Some((mode, data)) = data.split_first() else { return };
     let mut note = Vec::new();
@@ -20,9 +20,9 @@ pub fn manifest(data: &[u8]) {
     for volume in 0..manifest.body.volumes.len() {
         assert!(manifest.layout.share_bytes(volume, end) <= end);
     }
-    let again = Common::of(&manifest.body).note(manifest.volume);
+    let again = Common::of(&manifest.body).and_then(|common| common.note(manifest.volume)).unwrap();
     let second = Manifest::parse(&again).expect("what was accepted is written in a form that is accepted");
-    assert_eq!(again, Common::of(&second.body).note(second.volume));
+    assert_eq!(again, Common::of(&second.body).and_then(|common| common.note(second.volume)).unwrap());
     let mut table = Table::default();
     table.fill(manifest).expect("it was checked");
     table.check();

@@ -1,5 +1,9 @@
 //! Parts of an extent's value that are in host memory: reads are served from there, and the drives
 //! may not have them yet.
+//!
+//! A part ends where the same bytes are written, and all parts of an extent end when the tensor moves to
+//! another extent. A commit writes those that were not written. Parts belong to extents, not to tensors: a
+//! value that is rolled back, or that a snapshot replaces, takes its parts with it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,7 +36,7 @@ impl Kept {
         self.0.insert(offset, Part { buffer, written });
     }
 
-    /// Forgets `bytes` bytes from `offset` on; what lies around them stays.
+    /// Forgets `bytes` bytes from `offset` on; the parts around them stay.
     pub(crate) fn cut(&mut self, offset: u64, bytes: u64) {
         let end = offset + bytes;
         for start in self.starts(offset, bytes) {
@@ -53,7 +57,7 @@ impl Kept {
         self.0.remove(&offset).map(|part| part.buffer)
     }
 
-    /// What is kept of `bytes` bytes from `offset` on, in order: where it begins, and where it lies.
+    /// Resident parts of `bytes` bytes from `offset` on, in order, as (start, buffer).
     pub(crate) fn within(&self, offset: u64, bytes: u64) -> Vec<(u64, LeaseSlice)> {
         let end = offset + bytes;
         let part = |start: u64| {
@@ -64,7 +68,7 @@ impl Kept {
         self.starts(offset, bytes).into_iter().map(part).collect()
     }
 
-    /// Whether `buffer` itself is what is kept as the bytes from `offset` on, all of it.
+    /// Whether the resident bytes at `offset` are exactly this buffer.
     pub(crate) fn is(&self, offset: u64, buffer: &LeaseSlice) -> bool {
         let (first, mut at) = (buffer.address().as_ptr(), 0);
         for (start, part) in self.within(offset, buffer.bytes() as u64) {
@@ -82,7 +86,7 @@ impl Kept {
         unwritten.map(|(offset, part)| (*offset, part.buffer.clone())).collect()
     }
 
-    /// Notes that what lies in `buffer` was written as the bytes from `offset` on.
+    /// Records that the contents of `buffer` were written as the bytes from `offset` on.
     pub(crate) fn mark_written(&mut self, offset: u64, buffer: &LeaseSlice) {
         if let Some(part) = self.0.get_mut(&offset)
             && (part.buffer.address(), part.buffer.bytes()) == (buffer.address(), buffer.bytes())
@@ -123,7 +127,7 @@ mod tests {
 
     const PAGES: usize = 8;
 
-    /// A buffer of some pages of which every byte is `value`.
+    /// A buffer of some pages filled with `value`.
     fn buffer(pages: usize, value: u8) -> LeaseSlice {
         let class = SizeClass::new("test", pages * PAGE_BYTES, 1);
         let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
@@ -160,8 +164,8 @@ mod tests {
     }
 
     proptest! {
-        /// What is kept of each page is what was kept there last: against an array with an entry
-        /// for each page.
+        /// Each page holds the part that was kept there last: compared with an array with an entry for each
+        /// page.
         #[test]
         fn keeps_what_was_kept_last(changes in prop::collection::vec(change(), 1..40)) {
             let mut kept = Kept::default();

@@ -156,7 +156,7 @@ impl Layout {
     }
 
     /// The largest address space, in whole blocks, of which every volume can hold its share:
-    /// `room[i]` bytes are what volume `i` can hold, or `u64::MAX` if that is unknown. `u64::MAX`
+    /// volume `i` can hold `room[i]` bytes, `u64::MAX` if that is unknown. `u64::MAX`
     /// if nothing limits it.
     ///
     /// # Panics
@@ -167,8 +167,7 @@ impl Layout {
         limited.map(|volume| self.end_of(volume, room[volume])).min().unwrap_or(u64::MAX)
     }
 
-    /// Where the address space ends when `volume` has used `room` bytes, less what is not a block,
-    /// and is asked for more.
+    /// End of the address space when `volume` has used `room` bytes, in whole blocks, and is asked for more.
     fn end_of(&self, volume: usize, room: u64) -> u64 {
         let room = room / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
         let (own_stripe, inside) = (room / STRIPE_BYTES, room % STRIPE_BYTES);
@@ -194,7 +193,7 @@ impl Layout {
     }
 }
 
-/// What a quotient of rates may lack of a whole number that it would be without rounding.
+/// Rounding error of a quotient of rates that is a whole number.
 const ROUNDING: f64 = 1e-9;
 
 struct Pattern {
@@ -203,10 +202,10 @@ struct Pattern {
     throughput: f64,
 }
 
-/// Patterns that include the best one, for rates of which the smallest nonzero one is at least
-/// 1/`longest` of the sum. If a pattern takes the time `t`, its slowest volume has `t * rate`
-/// stripes, a whole number, and every other volume may have as many as it can move in `t`. It is
-/// therefore enough to try whole numbers for each volume.
+/// Candidate patterns, the best one among them. The smallest nonzero rate has to be at least 1/`longest` of
+/// the sum. If a pattern takes the time `t`, its slowest volume has `t * rate` stripes, a whole number, and
+/// every other volume may have as many as it can move in `t`. It is therefore enough to try whole numbers for
+/// each volume.
 fn good_patterns(rates: &[f64], longest: usize) -> Vec<Pattern> {
     let mut patterns = Vec::new();
     for slowest in rates.iter().filter(|rate| **rate > 0.0) {
@@ -325,7 +324,7 @@ mod tests {
             }
         }
 
-        /// What fits, fits on every volume, and one block more does not.
+        /// The space fits on every volume, and one block more does not.
         #[test]
         fn capacity_is_the_last_end_that_fits(
             layout in layouts(),

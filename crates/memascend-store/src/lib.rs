@@ -1,4 +1,4 @@
-//! What is on the SSD: the named tensors of one training run, spread over one or more volumes.
+//! The data on the SSD: the named tensors of one training run, spread over one or more volumes.
 //!
 //! The volumes form one address space, striped by the rate of each volume ([`Layout`]). A tensor
 //! lies in one range of the address space, or in several if no single range is large enough

@@ -11,8 +11,11 @@
 //! number counts.
 
 use std::collections::{BTreeMap, HashSet};
+use std::io;
+use std::sync::Arc;
 
 use memascend_nvme::BLOCK_BYTES;
+use memascend_nvme::memory::{Growing, with_room};
 use serde::{Deserialize, Serialize};
 
 use crate::checksums::{Checksums, Encoded, checksum, checksum_of_both};
@@ -24,6 +27,8 @@ pub(crate) const FORMAT: u32 = 3;
 const MAGIC: &str = "memascend-store";
 /// Limit of numbers that count upwards, so that none overflows.
 const COUNT_MAX: u64 = u64::MAX / 2;
+/// More volumes than a machine has; the layout takes time that grows with their square.
+const VOLUMES_MAX: usize = 4096;
 
 /// The JSON of a manifest.
 #[derive(Debug, Serialize, Deserialize)]
@@ -59,7 +64,7 @@ pub(crate) struct Written {
     /// Unix time in seconds.
     pub time: u64,
     /// The caller's.
-    pub state: String,
+    pub state: Arc<String>,
     /// Name of each tensor, and the index of its version.
     pub tensors: Vec<(String, usize)>,
 }
@@ -67,7 +72,7 @@ pub(crate) struct Written {
 /// Why bytes are not a manifest of this format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum NotManifest {
-    /// It differs from what was written.
+    /// It differs from the written text.
     Damaged(String),
     /// Another version of memascend wrote it.
     Format(u32),
@@ -106,12 +111,14 @@ pub(crate) struct Manifest {
 pub(crate) struct Common(Vec<u8>);
 
 impl Common {
-    pub(crate) fn of(body: &Body) -> Self {
+    /// # Errors
+    /// ENOMEM.
+    pub(crate) fn of(body: &Body) -> io::Result<Self> {
         // Nearly all of it is checksums: reserve space for them at once.
         let sums: usize = body.versions.iter().map(|version| version.sums.text_bytes() + 100).sum();
-        let mut json = Vec::with_capacity(sums + sums / 4 + 4096);
-        serde_json::to_writer(&mut json, body).expect("a manifest is plain data");
-        Self(json)
+        let mut json = Growing(with_room(sums + sums / 4 + 4096)?);
+        serde_json::to_writer(&mut json, body)?;
+        Ok(Self(json.0))
     }
 
     /// Length of the note for one of the volumes.
@@ -122,10 +129,15 @@ impl Common {
     }
 
     /// The note for one of the volumes.
-    pub(crate) fn note(&self, volume: usize) -> Vec<u8> {
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub(crate) fn note(&self, volume: usize) -> io::Result<Vec<u8>> {
         let (begin, rest) = (format!("{{\"volume\":{volume},"), &self.0[1..]);
         let line = first_line(begin.len() + rest.len(), checksum_of_both(begin.as_bytes(), rest));
-        [line.as_bytes(), begin.as_bytes(), rest].concat()
+        let mut note = with_room(line.len() + begin.len() + rest.len())?;
+        [line.as_bytes(), begin.as_bytes(), rest].into_iter().for_each(|part| note.extend_from_slice(part));
+        Ok(note)
     }
 }
 
@@ -144,11 +156,12 @@ impl Manifest {
         let body: Body = serde_json::from_slice(json).map_err(|error| inconsistent(&error.to_string()))?;
         let volume = volume.volume;
         let id = StoreId::parse(&body.store).ok_or_else(|| inconsistent("the store's UUID"))?;
-        let layout = Layout::from_counts(&body.stripes).ok_or_else(|| inconsistent("the stripes"))?;
         let volumes = body.volumes.len();
-        if volume >= volumes || body.stripes.len() != volumes || body.life.len() != volumes {
+        let is_possible = volume < volumes && volumes <= VOLUMES_MAX;
+        if !is_possible || body.stripes.len() != volumes || body.life.len() != volumes {
             return Err(inconsistent("the number of volumes"));
         }
+        let layout = Layout::from_counts(&body.stripes).ok_or_else(|| inconsistent("the stripes"))?;
         let numbers = body.snapshots.iter().chain(&body.current).map(|written| written.number);
         if numbers.chain([body.sequence]).any(|number| number > COUNT_MAX) {
             return Err(inconsistent("a number"));
@@ -161,7 +174,7 @@ impl Manifest {
         Ok(Self { volume, id, layout, body, sums })
     }
 
-    /// Whether all bytes that it describes have checksums, which tell what was written since.
+    /// Whether all bytes that it describes have checksums, which reveal later writes.
     pub(crate) fn is_checked(&self) -> bool {
         self.sums.iter().all(Checksums::is_complete)
     }
@@ -176,6 +189,15 @@ impl Manifest {
 #[derive(Deserialize)]
 struct Volume {
     volume: usize,
+}
+
+impl Body {
+    /// About how long its JSON is.
+    pub(crate) fn about_bytes(&self) -> u64 {
+        let states = self.snapshots.iter().chain(&self.current).map(|written| written.state.len());
+        let sums = self.versions.iter().map(|version| version.sums.text_bytes() + 100);
+        states.chain(sums).sum::<usize>() as u64
+    }
 }
 
 impl Version {
@@ -219,7 +241,7 @@ fn check_line(note: &[u8]) -> Result<&[u8], NotManifest> {
         _ => return Err(NotManifest::damaged("its manifest is damaged: its first line has no format")),
     }
     let json = &note[end.map_or(0, |end| end + 1)..];
-    // What lies behind the JSON is room for a longer one.
+    // The bytes behind the JSON are room for a longer one.
     let bytes = words.get(2).and_then(|bytes| bytes.parse().ok()).unwrap_or(json.len());
     let note = &note[..note.len() - json.len() + json.len().min(bytes)];
     let json = &json[..json.len().min(bytes)];

@@ -1,4 +1,7 @@
 //! A volume of a store with its engine.
+//!
+//! A failed flush is final. Linux drops the pages that it could not write and reports that once; the next
+//! flush succeeds. So a volume remembers its first failure, and no manifest is written any more.
 
 use std::io;
 use std::path::PathBuf;
@@ -18,7 +21,7 @@ pub(crate) struct Member {
     // its lock is released.
     pub engine: Arc<dyn Engine>,
     pub volume: Volume,
-    /// What keeps its notes, if not the volume.
+    /// Keeper of its notes, if not the volume (tests).
     notes: Option<Arc<dyn NoteKeeper>>,
     /// Bytes written before this store was opened.
     pub life_before: u64,
@@ -31,7 +34,7 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Opens the engine of `volume`. Also returns what the user should know about the engine.
+    /// Opens the engine of `volume`. Also returns notices about the engine for the user.
     pub(crate) fn open(volume: Volume, open: OpenEngine<'_>) -> Result<(Self, Option<String>)> {
         let OpenedEngine { engine, notice } = open(volume.file())?;
         let notes = engine.notes();

@@ -1,4 +1,9 @@
 //! Opens a committed store: finds its volumes, and takes the newest whole manifest on any of them.
+//!
+//! The manifest names the store's volumes, and each volume has to be the one that is named. A volume that was
+//! not given is found by the manifest of one that was. If that one lies elsewhere than its manifest says, or
+//! a clone of the device is attached, it may be a copy, and the volumes found through it would be its
+//! original's: that is refused unless all volumes are given.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +22,7 @@ struct Candidate {
     member: Member,
     /// None if the volume has no note.
     manifest: Option<std::result::Result<Manifest, NotManifest>>,
-    /// What is wrong with the last manifest, if `manifest` is the one before it.
+    /// Fault of the last manifest, if `manifest` is the one before it.
     damaged: Option<String>,
 }
 
@@ -243,7 +248,7 @@ impl Table {
             Generation {
                 number: written.number,
                 time: written.time,
-                state: written.state.as_str().into(),
+                state: Arc::clone(&written.state),
                 tensors: tensors.into(),
             }
         };
@@ -288,8 +293,8 @@ fn newest(candidates: &[Candidate]) -> Result<&Manifest> {
     Ok(newest)
 }
 
-/// Refuses a volume that is not the one its store has: the store's other volumes are found by what
-/// the manifest says, and belong to the original.
+/// Refuses a copy of one of the store's volumes: its manifest leads to the other volumes, which belong to the
+/// original.
 fn refuse_copy(volume: &Candidate, newest: &Manifest) -> Result<()> {
     let Some(index) = place(volume, newest) else { return Ok(()) };
     let volumes = &newest.body.volumes;

@@ -1,4 +1,4 @@
-//! A store: its options, how it is created, and what it reports of its volumes.
+//! A store: its options, its creation, and its reports of volumes.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
@@ -23,7 +23,7 @@ pub struct StoreOptions {
     /// Bytes per second of each volume, which decide on its share of every tensor; empty for equal
     /// shares.
     pub rates: Vec<f64>,
-    /// Compare what is read with what was written.
+    /// Compare reads with the checksums of writes.
     pub checksums: bool,
     /// Overwrite tensors where they are: half the room, but a generation is gone with the first
     /// rewrite after it.
@@ -220,7 +220,7 @@ impl Store {
         self.table().values()
     }
 
-    /// What the user should know, such as a refused O_DIRECT or a refused io_uring.
+    /// Notices for the user, such as a refused O_DIRECT or a refused io_uring.
     pub fn notices(&self) -> &[String] {
         &self.notices
     }
@@ -248,7 +248,7 @@ impl Store {
         self.members.iter().zip(self.map.layout.counts()).map(report).collect()
     }
 
-    /// What records the requests and flushes of each volume that has one.
+    /// Recorder of the requests and flushes of each volume that has one.
     pub fn recorders(&self) -> impl Iterator<Item = (usize, &Recorder)> {
         let members = self.members.iter().enumerate();
         members.filter_map(|(index, member)| member.engine.recorder().map(|recorder| (index, recorder)))

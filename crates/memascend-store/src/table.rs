@@ -22,7 +22,7 @@ pub struct Rewrite {
     pub target: Extent,
 }
 
-/// The bytes of one extent: their ranges, in order, their checksums, and what of them is in memory.
+/// The bytes of one extent: their ranges, in order, their checksums, and the resident parts.
 #[derive(Debug)]
 pub(crate) struct Bytes {
     pub name: Arc<str>,
@@ -76,7 +76,7 @@ struct Tensor {
 pub(crate) struct Generation {
     pub number: u64,
     pub time: u64,
-    pub state: Arc<str>,
+    pub state: Arc<String>,
     pub tensors: Arc<[(Arc<str>, u64)]>,
 }
 
@@ -87,7 +87,7 @@ pub(crate) struct Tagged {
     pub generation: Generation,
 }
 
-/// The extents on the volumes, and what holds them.
+/// The extents on the volumes, and their holders.
 #[derive(Default)]
 pub(crate) struct Table {
     pub allocator: ExtentAllocator,
@@ -174,7 +174,7 @@ impl Table {
         self.tensors.values().map(|tensor| Arc::clone(&self.entries[&tensor.current].bytes)).collect()
     }
 
-    /// Removes a tensor, and frees those of its extents that no generation holds.
+    /// Removes a tensor, and frees its extents that no generation holds.
     pub(crate) fn remove_tensor(&mut self, id: TensorId) {
         let tensor = self.tensors.remove(&id).expect("a tensor is removed once");
         self.names.remove(&tensor.name);
@@ -200,7 +200,7 @@ impl Table {
     }
 
     pub(crate) fn add_spare(&mut self, id: TensorId, key: u64) {
-        // What is in memory of a value that is gone makes room there.
+        // Resident parts of a dropped value free their memory.
         self.entries[&key].bytes.kept().clear();
         self.tensors.get_mut(&id).expect("the tensor was not removed").spares.push(key);
     }
@@ -215,8 +215,8 @@ impl Table {
         let in_snapshot = |key: u64| usize::from(self.entries[&key].snapshots > 0);
         match durable {
             Some(key) if key == tensor.current => 1 + in_snapshot(key),
-            // What the next commit supersedes becomes the spare. A value taken up from a snapshot
-            // needs one before.
+            // The extent that the next commit supersedes becomes the spare. A value restored from a snapshot
+            // needs a spare before.
             Some(key) => in_snapshot(key) + in_snapshot(tensor.current),
             None => 1 + in_snapshot(tensor.current),
         }
@@ -246,7 +246,7 @@ impl Table {
     }
 
     /// The current values of all tensors, as a generation.
-    pub(crate) fn generation(&self, number: u64, time: u64, state: Arc<str>) -> Generation {
+    pub(crate) fn generation(&self, number: u64, time: u64, state: Arc<String>) -> Generation {
         let mut tensors: Vec<_> =
             self.tensors.values().map(|tensor| (Arc::clone(&tensor.name), tensor.current)).collect();
         tensors.sort_unstable();
@@ -320,14 +320,14 @@ impl Table {
         self.reclaim_keys(&superseded, two_slots);
     }
 
-    /// Makes the tensors those of a pinned generation. The durable one stays.
+    /// Restores the tensors of a pinned generation. The durable one stays.
     pub(crate) fn take_up(&mut self, generation: &Generation, two_slots: bool) {
         let superseded = self.become_those_of(generation);
         self.reclaim_keys(&superseded, two_slots);
     }
 
-    /// Makes the tensors those of a pinned generation. Returns the names and extents of the values
-    /// that they had.
+    /// Restores the tensors of a pinned generation. Returns the names and extents of the values that they
+    /// replace.
     fn become_those_of(&mut self, generation: &Generation) -> Vec<(Arc<str>, u64)> {
         let gone: Vec<TensorId> = self
             .tensors
@@ -382,7 +382,7 @@ impl Table {
     fn trim(&mut self, id: TensorId, two_slots: bool) {
         let tensor = self.tensor(id);
         let needed = match two_slots {
-            // While a manifest may name a failed commit, it is unknown what the next commit
+            // While a manifest may name a failed commit, it is unknown which extents the next commit
             // supersedes.
             true if !self.doubtful.is_empty() => usize::MAX,
             true => self.spares_needed(tensor, self.durable_key(&tensor.name)),
@@ -397,8 +397,8 @@ impl Table {
         unneeded.into_iter().for_each(|key| self.free(key));
     }
 
-    /// Number and total length of the extents in use for each tensor name: its value, its spares,
-    /// and those of generations.
+    /// Number and total length of the extents in use for each tensor name: its value, its spares and its
+    /// generations.
     pub(crate) fn held(&self) -> HashMap<Arc<str>, (usize, u64)> {
         let mut held: HashMap<Arc<str>, (usize, u64)> = HashMap::new();
         for entry in self.entries.values().filter(|entry| !entry.plain) {

@@ -18,9 +18,9 @@ impl Store {
     /// Moves `buffer.bytes()` bytes between `buffer` and `extent` at `offset` within it, then calls
     /// `done` on an engine thread. Nothing may be read or written while it is being written.
     ///
-    /// Reads are compared with the checksums of what was written: one for each MiB, counted from
-    /// the extent's start, or for less if less was written at once. The read that completes such a
-    /// part compares it, and fails if the bytes differ.
+    /// Reads are compared with the checksums of writes: one for each MiB, counted from the extent's start, or
+    /// for less if less was written at once. The read that completes such a part compares it, and fails if
+    /// the bytes differ.
     ///
     /// # Panics
     /// If the range leaves the extent or is not aligned to blocks, or the tensor was freed.
@@ -35,9 +35,8 @@ impl Store {
         self.submit_in(operation, extent, offset, buffer, self.checksums, done);
     }
 
-    /// As [`Store::transfer`] of a read that is not compared, for parts here and there of which the
-    /// rest is not read: the bytes of every MiB that is read in part are kept in mind until the
-    /// whole of it was read.
+    /// As [`Store::transfer`] of a read that is not compared, for scattered parts: a comparison would wait
+    /// for the remainder of each MiB, which is not read.
     ///
     /// # Panics
     /// As [`Store::transfer`].
@@ -50,8 +49,8 @@ impl Store {
     /// commit does. Until it is kept no longer, the buffer changes only while nothing reads the
     /// extent.
     ///
-    /// What is kept ends where a transfer writes the same bytes, when the tensor gets a new value
-    /// in another extent, and with [`Store::take_kept`] and [`Store::let_go`].
+    /// A resident part ends where a transfer writes the same bytes, when the tensor gets a new value in
+    /// another extent, and with [`Store::take_kept`] and [`Store::let_go`].
     ///
     /// # Panics
     /// As [`Store::transfer`].
@@ -72,7 +71,7 @@ impl Store {
         self.part_of(extent, offset, bytes as u64).kept().take(offset, bytes as u64)
     }
 
-    /// Forgets what is kept of `bytes` bytes from `offset` on, which are about to change.
+    /// Forgets the resident parts of `bytes` bytes from `offset` on, which are about to change.
     ///
     /// # Panics
     /// As [`Store::transfer`].
@@ -80,7 +79,7 @@ impl Store {
         self.part_of(extent, offset, bytes as u64).kept().cut(offset, bytes as u64);
     }
 
-    /// Whether `buffer` itself is what is kept as the bytes from `offset` on.
+    /// Whether the resident bytes at `offset` are this buffer.
     ///
     /// # Panics
     /// As [`Store::transfer`].
@@ -88,8 +87,8 @@ impl Store {
         self.part_of(extent, offset, buffer.bytes() as u64).kept().is(offset, buffer)
     }
 
-    /// Keeps nothing in memory any more that reaches beyond the first `from` bytes of an extent. What
-    /// the drives do not have of it is written; `done` is called once for each write.
+    /// Evicts resident parts that reach beyond the first `from` bytes of an extent. Bytes that only memory
+    /// has are written; `done` is called once for each write.
     ///
     /// # Panics
     /// If the tensor was freed.
@@ -101,7 +100,7 @@ impl Store {
         }
     }
 
-    /// Writes what is kept of current values and was not written, and waits for the end.
+    /// Writes the unwritten resident parts of current values, and waits for the end.
     pub(crate) fn write_kept(&self) -> Result<()> {
         let all = self.table().all_current();
         let (sender, receiver) = mpsc::channel();
@@ -164,8 +163,7 @@ impl Store {
         self.submit(operation, of, offset, buffer, compare, done);
     }
 
-    /// Reads bytes of which some are kept in memory: those are copied, the others come from the
-    /// drives.
+    /// Reads bytes that are resident in part: resident parts are copied, the others come from the drives.
     fn read_around(
         &self,
         of: &Arc<Bytes>,
@@ -271,7 +269,7 @@ impl Store {
     }
 }
 
-/// Counts the reads of one transfer around what is kept in memory.
+/// Counts the reads of one transfer around resident parts.
 struct Gaps {
     left: AtomicUsize,
     end: Mutex<(Result<()>, Option<Transferred>)>,
@@ -293,7 +291,7 @@ impl Gaps {
     }
 }
 
-/// What remains to be done when a transfer has ended.
+/// Work that remains when a transfer has ended.
 enum After {
     Nothing,
     /// A failed write leaves unknown bytes: their checksums have to go.
@@ -328,7 +326,7 @@ impl After {
     }
 }
 
-/// The first error of a transfer, and what remains to be done at its end.
+/// The first error of a transfer, and the work at its end.
 type Outcome = (Option<IoError>, Option<(After, Transferred)>);
 
 /// Counts the parts of one transfer that have not ended.

@@ -1,4 +1,4 @@
-//! Reads everything that was committed and compares it with what was written.
+//! Reads everything that was committed and compares checksums.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
@@ -14,10 +14,9 @@ use crate::{Damage, Result, Store, StoreError};
 const DEPTH: usize = 16;
 
 impl Store {
-    /// Reads the durable generation and the snapshots, a few MiB at a time, and returns what is
-    /// damaged: bytes that differ from those written, or cannot be read. Calls `progress` with the
-    /// bytes read so far and the bytes to read in total; if it returns false, the verification ends
-    /// early.
+    /// Reads the durable generation and the snapshots, a few MiB at a time, and returns the damaged bytes:
+    /// bytes that differ from the written ones, or cannot be read. Calls `progress` with the bytes read so
+    /// far and the bytes to read in total; if it returns false, the verification ends early.
     ///
     /// # Errors
     /// If there is no memory for the buffers.

@@ -41,8 +41,7 @@ fn holds(store: &Store, name: &str, value: u64) -> Result<bool, StoreError> {
     Ok(bytes.iter().enumerate().all(|(index, byte)| *byte == pattern(index, value)))
 }
 
-/// Three generations of two tensors, of which a snapshot has the first; and what is not of any
-/// generation.
+/// Three generations of two tensors, the first with a snapshot; and bytes of no generation.
 fn train(store: &Store) {
     let ids = [("large", (1 << 20) + 12_288), ("small", 20_480)]
         .map(|(name, bytes)| store.create_tensor(name, bytes).unwrap());
@@ -86,7 +85,7 @@ fn flip(file: &File, (place, change): (u64, u8)) {
 }
 
 fn options() -> StoreOptions {
-    // What is flipped through the page cache is to be seen at once.
+    // A flip through the page cache has to be seen at once.
     StoreOptions { direct: false, ..StoreOptions::default() }
 }
 
@@ -215,8 +214,8 @@ fn trained(root: &Path, options: &StoreOptions) -> ([PathBuf; 1], File) {
 /// The place of a bit in the JSON.
 const PLACE: (u64, u8) = (100, 4);
 
-/// What the run goes on to write lies where the last generation was: its manifest must not be found
-/// again, even if it can be read another time.
+/// The run writes where the last generation was: its manifest must not be found again, even if it can be read
+/// another time.
 #[test]
 fn a_run_that_went_back_stays_back() {
     let root = tempfile::tempdir().unwrap();
@@ -249,7 +248,7 @@ fn the_only_whole_manifest_is_not_written_over() {
     let whole = std::fs::read(directories[0].join("memascend.json.new")).unwrap();
     let store = Store::open(&directories, &options()).unwrap();
     store.delete_snapshot("first").unwrap();
-    // What was replaced last is the one that was taken.
+    // The one replaced last is the one that was taken.
     let before = std::fs::read(directories[0].join("memascend.json.new")).unwrap();
     assert_eq!(before[..written_bytes(&before)], whole[..written_bytes(&whole)]);
 }
@@ -292,7 +291,7 @@ fn what_was_written_over_is_told_and_snapshots_stay() {
     assert!(holds(&store, "large", 1).unwrap() && holds(&store, "small", 1).unwrap());
 }
 
-/// Without checksums nothing would tell what was written over.
+/// Without checksums nothing would reveal overwritten bytes.
 #[test]
 fn an_older_manifest_without_checksums_is_not_taken() {
     let root = tempfile::tempdir().unwrap();
@@ -334,8 +333,7 @@ fn an_older_manifest_is_taken_for_a_damaged_one_alone() {
     assert_eq!(opened().unwrap(), 3);
 }
 
-/// On a device, of which the two slots are simulated: the generation before is taken, and it is
-/// said.
+/// On a device, whose two slots are simulated: the generation before is taken, and a notice says so.
 #[test]
 fn a_bit_of_a_devices_manifest_is_noticed_or_nobodys() {
     const SLOTS: [u64; 2] = [1 << 40, (1 << 40) + (1 << 19)];

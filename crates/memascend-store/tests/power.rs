@@ -1,7 +1,6 @@
-//! Power cuts at every single operation of a few steps, on simulated disks: what is there
-//! afterwards is the last generation that was committed or the one that was being committed, whole,
-//! to the byte. Disks that lie about flushes and misplace writes may take more, but what they took
-//! is named.
+//! Power cuts at every single operation of a few steps, on simulated disks: afterwards the last committed
+//! generation or the one being committed is there, to the byte. Disks that lie about flushes and misplace
+//! writes may lose more, but the loss is named.
 //!
 //! `MEMASCEND_SEEDS` is how many seeds are run for each kind of store, `MEMASCEND_SEED` runs one of
 //! them alone.
@@ -23,18 +22,18 @@ const BLOCK: u64 = BLOCK_BYTES as u64;
 /// One that reaches over the first stripe, so that two volumes have a part of it.
 const TENSORS: [(&str, u64); 3] =
     [("pack", 12 << 10), ("weights", (1 << 20) + (40 << 10)), ("moment", 40 << 10)];
-/// No divisor of a MiB: some transfers end in the middle of what a checksum is of.
+/// No divisor of a MiB: some transfers end within the range of a checksum.
 const CHUNK: u64 = 300 << 10;
 const BUFFERS: usize = 4;
-/// What is written at a time where writes fail often.
+/// Bytes written at a time where writes fail often.
 const PART: u64 = 20 << 10;
 /// Enough for a snapshot to be made, restored and deleted.
 const STEPS: u64 = 3;
 
-/// What every tensor holds.
+/// The values of every tensor.
 type Values = BTreeMap<&'static str, u64>;
 
-/// What a store has that was opened again.
+/// The contents of a reopened store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct World {
     current: Option<Values>,
@@ -102,7 +101,7 @@ impl Lab {
         }
     }
 
-    /// What a power failure leaves: no process that could have removed anything.
+    /// As after a power failure: no process could have removed anything.
     fn crash(&self, store: Store) {
         self.engines.borrow_mut().clear();
         drop(store);
@@ -205,7 +204,7 @@ impl Lab {
     }
 }
 
-/// What the test knows of a store: how it is, and how it will be once what is under way is done.
+/// The model of a store: its present state, and its state once pending operations are done.
 #[derive(Default)]
 struct Trail {
     before: World,
@@ -225,7 +224,7 @@ impl Trail {
     }
 }
 
-/// A few steps with everything that changes what is durable. Ends with the first error.
+/// A few steps with every operation that changes the durable state. Ends with the first error.
 fn train(lab: &Lab, store: &Store, trail: &mut Trail, steps: u64) -> Result<(), StoreError> {
     for (name, bytes) in TENSORS {
         if store.find_tensor(name).is_none() {
@@ -247,7 +246,7 @@ fn train(lab: &Lab, store: &Store, trail: &mut Trail, steps: u64) -> Result<(), 
             }
             let Rewrite { source, target } = store.rewrite(id)?;
             if lab.kind.in_place {
-                // What a snapshot has is not overwritten, so there the generation stays for now.
+                // Extents of a snapshot are not overwritten, so there the generation stays for now.
                 let gone = store.generation() == 0;
                 trail.after = if gone { trail.after.clone() } else { trail.before.clone() };
                 trail.done();
@@ -289,7 +288,7 @@ fn train(lab: &Lab, store: &Store, trail: &mut Trail, steps: u64) -> Result<(), 
 }
 
 impl Lab {
-    /// What is to be read while the next value is written elsewhere.
+    /// The value to read while the next one is written elsewhere.
     fn check_source(
         &self,
         store: &Store,
@@ -310,7 +309,7 @@ impl Lab {
         Ok(())
     }
 
-    /// Which snapshots and whether there is a generation, by what the store says.
+    /// The snapshots and whether there is a generation, as the store reports them.
     fn world_of(&self, store: &Store) -> World {
         let values = |state: &str| {
             let value = state.parse().expect("the state that was given");
@@ -336,7 +335,7 @@ impl Lab {
     }
 }
 
-/// One run with the power cut at one operation, and what is there afterwards.
+/// One run with the power cut at one operation, and the contents afterwards.
 fn cut(kind: Kind, root: &Path, seed: u64, at: u64) {
     let lab = Lab::new(kind, root, seed);
     let store = lab.open(true, false).unwrap();
@@ -357,7 +356,7 @@ fn cut(kind: Kind, root: &Path, seed: u64, at: u64) {
     if let Some(values) = &world.current {
         lab.check_all(&store, values).unwrap();
     }
-    // It goes on from there, and the snapshots are what they were.
+    // It continues from there, and the snapshots are unchanged.
     let mut after = Trail { before: world.clone(), after: world.clone(), all: Vec::new() };
     for (tag, values) in &world.snapshots {
         store.restore_snapshot(tag).unwrap();
@@ -430,7 +429,7 @@ fn a_store_that_is_overwritten_in_place_has_a_whole_generation_or_none() {
     });
 }
 
-/// Writes of data and of notes fail now and then, as those of a full disk do.
+/// Writes of data and of notes fail now and then, as on a full disk.
 #[test]
 fn a_commit_that_fails_may_be_tried_again() {
     let root = root();
@@ -457,7 +456,7 @@ fn a_commit_that_fails_may_be_tried_again() {
                     assert!(matches!(error.errno(), Some(libc::ENOSPC | libc::EIO)), "{error}");
                     assert_eq!(store.generation(), step - 1);
                     assert_eq!(lab.world_of(&store), before);
-                    // What comes after a failed commit must not touch what it may have left.
+                    // Operations after a failed commit must not touch bytes that it may have written.
                     if failed % 3 == 0 && step > 1 {
                         for (name, _) in TENSORS {
                             let target = store.rewrite(store.find_tensor(name).unwrap()).unwrap().target;
@@ -502,7 +501,7 @@ fn train_on(lab: &Lab, store: &Store, trail: &mut Trail) -> Option<StoreError> {
         let mut values = Values::new();
         for (name, bytes) in TENSORS {
             let id = store.find_tensor(name).unwrap_or_else(|| store.create_tensor(name, bytes).unwrap());
-            // What is overwritten in place is taken out of the manifest first.
+            // Values that are overwritten in place are taken out of the manifest first.
             let target = match store.rewrite(id) {
                 Ok(Rewrite { target, .. }) => target,
                 Err(error) => return first.or(Some(error)),
@@ -531,7 +530,7 @@ fn train_on(lab: &Lab, store: &Store, trail: &mut Trail) -> Option<StoreError> {
     first
 }
 
-/// A flush that fails loses what was written, and the system says so once: a later flush succeeds.
+/// A failed flush loses writes, and the system says so once: a later flush succeeds.
 /// No generation with lost bytes may then count as durable.
 #[test]
 fn a_flush_that_fails_ends_what_becomes_durable() {
@@ -554,7 +553,7 @@ fn a_flush_that_fails_ends_what_becomes_durable() {
             assert_eq!(error.is_some(), errors > 0);
             failed += u64::from(error.is_some());
             lab.crash(store);
-            // The drive is replaced by one that flushes: what matters is what is on it.
+            // The drive is replaced by one that flushes: only its contents matter.
             let found = loop {
                 match lab.reopen() {
                     Err(error) => assert_eq!(error.errno(), Some(libc::EIO), "{error}"),
@@ -618,7 +617,7 @@ fn a_full_disk_is_told_before_anything_has_changed() {
         train(&lab, &store, &mut trail, 2).unwrap();
         assert_eq!(store.used_bytes(), 3 * total);
         let world = lab.world_of(&store);
-        // From no room at all to room for all but a little of what is needed.
+        // From no room at all to nearly enough room.
         let mut refused = 0;
         for room in (0..).step_by(96 << 10) {
             lab.disks.iter().for_each(|disk| disk.set_room(Some(room)));

@@ -26,7 +26,7 @@ const BUFFER_BYTES: usize = BLOCKS_MAX as usize * BLOCK_BYTES;
 const BUFFERS: usize = 8;
 /// How often a read that fails is tried again before the test gives up on it.
 const TRIES: usize = 1000;
-/// How long a thread may take for what was given to it before it counts as hung.
+/// How long a thread may take for its work before it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Random numbers from a seed (splitmix64).
@@ -54,7 +54,7 @@ impl Random {
     }
 }
 
-/// What the seeds together have tried: a test that tries nothing would pass too.
+/// Counts over all seeds: a test that tries nothing would pass too.
 #[derive(Debug, Default)]
 struct Tried {
     transfers: u64,
@@ -86,7 +86,7 @@ struct Tensor {
     busy: Vec<(u64, u64)>,
 }
 
-/// What was done to the store's table, to be done again after a crash.
+/// Operations on the store's table, to be repeated after a crash.
 enum Change {
     Allocated(String, u64),
     Freed(Extent),
@@ -225,7 +225,7 @@ impl<'a> Trial<'a> {
         self.store.as_ref().expect("open")
     }
 
-    /// Whether blocks hold what the disks said they do.
+    /// Whether blocks hold the bytes that the disks reported.
     fn trusted(&self) -> bool {
         self.disks.iter().all(|disk| disk.injected().misdirected == 0)
     }
@@ -364,7 +364,7 @@ impl<'a> Trial<'a> {
         let tensor = self.tensors.get_mut(&index).expect("not freed while busy");
         tensor.busy.retain(|busy| *busy != (first, count));
         if let Err(StoreError::Damaged(damage)) = result {
-            // What another write went over.
+            // Bytes that another write overwrote.
             assert!(!trusted && operation == Operation::Read && damage.tensor == tensor.name, "{damage}");
             self.tried.damaged += 1;
         } else if let Err(error) = result {
@@ -447,8 +447,7 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// The power fails. What was synced is there afterwards, and of what was written since, each
-    /// block is old or new.
+    /// The power fails. Synced blocks are there afterwards; each block written since is old or new.
     fn crash(&mut self) {
         self.settle();
         self.disks.iter().for_each(|disk| disk.crash());

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import memascend
 from memascend.command.exits import BAD_INPUT
-from memascend.common.choices import GRADIENTS, POLICIES, UPDATES, parse_durability, parse_held_out
+from memascend.common.choices import parse_held_out
 from memascend.common.sizes import AUTO, parse_size
+from memascend.options import GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -282,7 +283,7 @@ def _add_durability(add: Callable[..., Any]) -> None:
         "which steps survive a crash or a power cut: step, every:N or none; twice the SSD space, no traffic (default: "
         "auto, which is step where there is the space)"
     )
-    add("--durability", help=text, type=_durability, default="auto", metavar="WHICH")
+    add("--durability", help=text, type=_durability, default=OffloadOptions.durability, metavar="WHICH")
 
 
 def _add_optimizer(parser: Any) -> None:
@@ -301,7 +302,7 @@ def _add_optimizer(parser: Any) -> None:
         "the dtype that gradients are put aside in; bfloat16 rounds those of a float32 training, on the CPU, for half "
         "of their memory and traffic (default: %(default)s, as they are made)"
     )
-    add("--gradients", choices=GRADIENTS, default="auto", help=text)
+    add("--gradients", choices=GRADIENTS, default=OffloadOptions.gradients, help=text)
 
 
 def _add_plan(subcommands: Any) -> None:
@@ -329,7 +330,7 @@ def _add_plan(subcommands: Any) -> None:
         "when weights are updated: on the way into the next forward pass, or in the backward pass, where nothing but "
         "the step uses gradients; see memascend.offload (default: %(default)s)"
     )
-    add("--update", choices=UPDATES, default="forward", help=text)
+    add("--update", choices=UPDATES, default=OffloadOptions.update, help=text)
     _add_durability(add)
     text = "count the best model too, which `memascend finetune --eval` keeps in the store; values as there are taken"
     add("--eval", nargs="*", type=_held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)

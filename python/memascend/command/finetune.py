@@ -38,7 +38,6 @@ from memascend.command.settings import Result, Settings
 from memascend.command.space import check_space
 from memascend.command.training import Training
 from memascend.command.writes import for_steps, forecast_traffic, text_of
-from memascend.common.choices import parse_durability
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
@@ -56,10 +55,11 @@ from memascend.machine.cuda import open_device
 from memascend.machine.limits import resident_memory
 from memascend.machine.threads import update_threads
 from memascend.offloading.api import offload_of
-from memascend.offloading.locations import REPLACE, paths_of
+from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.places import ranks_of
 from memascend.offloading.together import raising_on_all, told_by_first
+from memascend.options import REPLACE, parse_durability
 from memascend.plan.automatic import least_of
 from memascend.plan.host import make_plan
 from memascend.ranks.group import Ranks

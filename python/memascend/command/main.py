@@ -13,10 +13,7 @@ from memascend.command import launched, subcommands
 from memascend.command.arguments import check_names, flags_of, parser
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.options import with_options
-from memascend.errors import DataError, first_line
-
-#: What a panic in Rust becomes: no Exception, so that nothing takes it for an error of its own.
-PANIC = "PanicException"
+from memascend.errors import DataError
 
 __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
@@ -51,17 +48,6 @@ def _main(words: Sequence[str]) -> int:
         with launched.one_speaks():
             tell(f"error: {message}")
         return code
-    except BaseException as error:
-        if type(error).__name__ != PANIC:
-            raise
-        if os.environ.get("MEMASCEND_TRACEBACK") == "1":
-            traceback.print_exc()
-        with launched.one_speaks():
-            tell(
-                f"error: a defect of memascend: {first_line(error)}. Report it, please; what a store keeps is its last "
-                "durable step (MEMASCEND_TRACEBACK=1 shows where)"
-            )
-        return FAILED
 
 
 def run() -> NoReturn:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.command.metrics import METRICS_NAME
+from memascend.options import Activations, Gradients, OffloadOptions, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +40,18 @@ class Settings:
     optimizer: str = "adamw"
     states: str = "float32"
     master: bool = True
-    gradients: str = "auto"  # the dtype that they are put aside in
-    update: str = "forward"  # when weights are updated: on the way into the next forward pass, or in the backward pass
+    gradients: Gradients = OffloadOptions.gradients  # the dtype that they are put aside in
+    update: Update = OffloadOptions.update  # in the next forward pass, or in the backward pass
     on_nan: str = "stop"
-    durability: str = "auto"
+    durability: str = OffloadOptions.durability
     resume: bool = False
     change: bool = False  # a resumed run may have other options than before
     keep_store: bool = False
     replace_store: bool = False  # of an earlier run
     save_every: int | None = None  # steps between checkpoints in the store
     keep_last: int | None = None  # of these checkpoints; None is all
-    recompute: bool = True
-    activations: str | None = None
+    recompute: bool = OffloadOptions.recompute
+    activations: Activations | None = None
     metrics: Path | None = None
     weights: Sequence[float] = ()  # how often documents of each of `data` are taken, beside those of the others
     text_field: str = "text"
@@ -70,6 +71,17 @@ class Settings:
     tbw_share: float = 10.0  # percent of that, above which a run begins with a warning
     processes: int = 1  # over which the model is divided; each takes its own batches of every step
     force: bool = False  # begin although the machine has less memory than the run takes
+
+    @property
+    def offload_options(self) -> OffloadOptions:
+        """The options that the model is opened with. Raises ValueError where they do not go together."""
+        return OffloadOptions(
+            store=list(self.store),
+            host_memory=self.host_memory,
+            gradients=self.gradients,
+            durability=self.durability,
+            **self.computing,
+        )
 
     @property
     def computing(self) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""What of this machine and its software fits memascend, line by line, with remedies."""
+"""What of this machine and its software fits memascend, line by line, with remedies.
+
+What can be tried is tried: a ring is opened, memory is locked, a drive is read and written. No model library is
+imported.
+"""
 
 from __future__ import annotations
 

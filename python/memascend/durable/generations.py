@@ -8,6 +8,15 @@ record (`memascend.durable.record`).
 Between the beginning of a pass and the step that ends it, weights and states are those of the step before, while
 buffers, random numbers and tracked objects are on their way to the next. What is committed then has those of the step
 before too (`memascend.durable.moment`).
+
+Updates of a step that is to be durable write resident data at once (`writes_through`), beside the forward pass, if all
+states are resident; where some are read there, the drives have enough to do, and the commit writes resident data beside
+the backward pass. Other steps leave it to the next commit.
+
+Over ranks each rank commits to its own store; then the ranks meet (`Generations.settle`), and only after that do
+updates write over the generation before, whose manifest lies beside the new one until the next commit. A rank that was
+quicker goes back to it (`runs.common_step`). A manifest for another reason (a checkpoint that is kept, deleted or
+restored) is only written while all ranks have the same generation, since it takes the place of the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +28,6 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.choices import parse_durability
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.durable import exact_json
@@ -27,6 +35,7 @@ from memascend.durable.model_buffers import ModelBuffers
 from memascend.durable.moment import Moment
 from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
+from memascend.options import parse_durability
 
 if TYPE_CHECKING:
     from memascend._memascend import Commit
@@ -42,15 +51,15 @@ _log = logging.getLogger("memascend")
 class Generations:
     """The generations of one offloaded model."""
 
-    def __init__(self, session: Session, durability: str, source: dict[str, Any]) -> None:
-        """Commit as `durability` says; `source` describes how to make the model again.
+    def __init__(self, session: Session, source: dict[str, Any]) -> None:
+        """Commit as the session's `durability` says; `source` describes how to make the model again.
 
         Raises ValueError for an unknown `durability`.
         """
         self._session_reference = weakref.ref(session)
         #: Steps between generations; 0 for none; None until it is known whether the volumes have
         #: room for a second copy of weights and states.
-        self.period = parse_durability(durability)
+        self.period = parse_durability(session.options.durability)
         self._source = source
         self._entries: list[_OptimizerEntry] = []
         #: States of a resumed run whose objects have not been given to `track` yet.
@@ -445,10 +454,7 @@ class Generations:
         text = record_text(
             steps=self.steps,
             source=self._source,
-            recompute=self._session.recompute,
-            fused_loss=self._session.fused_loss,
-            micro_batch_size=self._session.micro_batch_size,
-            gradients=self._session.gradients_in,
+            options=self._session.options,
             units=self._session.units,
             buffers=self._buffers.described,
             optimizers=self._describe_optimizers(),

@@ -1,4 +1,9 @@
-"""What belongs to a step beside weights and states, and changes with the batch and the pass that follow it."""
+"""What belongs to a step beside weights and states, and changes with the batch and the pass that follow it.
+
+It is taken whether or not the step is due to be durable, as long as the store may be kept, because a commit in between
+(`close`, `flush`, a checkpoint) records it. Where the program has written weights since the pass began there is no step
+to record: `close` commits nothing, and says what stays.
+"""
 
 from __future__ import annotations
 

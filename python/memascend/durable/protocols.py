@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Projection, Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Place, Unit
+    from memascend.options import OffloadOptions
     from memascend.ranks.membership import Membership
     from memascend.residency.host import Streamer
     from memascend.residency.updates import Measured, Segment
@@ -24,10 +25,7 @@ class Session(Protocol):
     timeline: Timeline
     units: list[Unit]
     notices: list[str]
-    recompute: bool
-    fused_loss: bool | str
-    micro_batch_size: int | None
-    gradients_in: str
+    options: OffloadOptions
     keep_store: bool | None
     membership: Membership | None
 

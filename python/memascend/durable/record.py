@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from memascend.layout.units import StoreTensor, Unit
+    from memascend.options import OffloadOptions
 
 
 def record_text(
     *,
     steps: int,
     source: dict[str, Any],
-    recompute: bool,
-    fused_loss: bool | str,
-    gradients: str,
-    micro_batch_size: int | None,
+    options: OffloadOptions,
     units: Iterable[Unit],
     buffers: list[list[Any]],
     optimizers: list[dict[str, Any]],
@@ -46,10 +44,7 @@ def record_text(
     Args:
         steps: optimizer steps in the life of the run.
         source: how to make the model again; see `source_of`.
-        recompute: whether activations of repeated layers are recomputed.
-        fused_loss: whether heads are tables; see `memascend.offload`.
-        gradients: the dtype that gradients are put aside in; see `memascend.offload`.
-        micro_batch_size: sequences that a repeated layer computes at once; see `memascend.offload`.
+        options: those that the run goes on with are recorded.
         units: the layout of the model, with the states that its tensors have.
         buffers: name, dtype and shape of each of the model's buffers.
         optimizers: what `describe` of each optimizer returned.
@@ -64,10 +59,7 @@ def record_text(
             "format": RECORD_VERSION,
             "steps": steps,
             "model": source,
-            "recompute": recompute,
-            "fused_loss": fused_loss,
-            "gradients": gradients,
-            "micro_batch_size": micro_batch_size,
+            **options.recorded,
             "units": [
                 {"name": unit.name, "tensors": [_describe_tensor(tensor) for tensor in unit.tensors]} for unit in units
             ],

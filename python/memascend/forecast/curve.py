@@ -1,4 +1,4 @@
-"""What more host memory saves: bytes on the SSD, and the time that they take, from the least budget to all there is."""
+"""Savings by more host memory: bytes on the SSD, and their time, from the least budget to everything in memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def curve(
     device_plan: DevicePlan | None,
     seconds: Callable[[Traffic], float] | None,
 ) -> list[dict[str, Any]]:
-    """Return what a step moves with budgets from the least that works to one beyond which nothing changes.
+    """Return the traffic of a step with budgets from the least that works to one beyond which nothing changes.
 
-    `seconds` gives the least time of a step from what it moves. Each entry has `budget_bytes`, `read_bytes`,
+    `seconds` gives the least time of a step from its traffic. Each entry has `budget_bytes`, `read_bytes`,
     `written_bytes`, `bytes_per_parameter` and, with `seconds`, `seconds_at_least`.
     """
     options: dict[str, Any] = {

@@ -1,12 +1,15 @@
-"""What a run writes to its drives, what share of their rated endurance that is, and what would write less.
+"""Writes of a run to its drives, their share of the rated endurance, and options that would write less.
 
-The keys of what `endurance` returns (bytes unless they say otherwise):
+Drives count bytes and not kinds, so kinds are forecast by the replay and the report puts their sum beside the counted
+one. A saving is the same replay with one option changed.
+
+The keys of the result of `endurance` (bytes unless they say otherwise):
 
 - `steps`, the steps counted, and `steps_given`: false where the number is `STEPS`, for want of another.
 - `begin_bytes`: the weights, written once when the store is made.
 - `step`: written in a step, by kind, and `total_bytes`; see `forecast.report`.
-- `total_bytes`: of the beginning and all steps. What is written to `--out` is not in it.
-- `rated_bytes`: what one drive is rated to be written in its life, or null; `busiest_share`, the part (of 1) of the
+- `total_bytes`: of the beginning and all steps, without the writes to `--out`.
+- `rated_bytes`: the writes that one drive is rated for, or null; `busiest_share`, the part (of 1) of the
   store's writes that the drive with the most takes; `rating_used`, the part of the rating that the run writes to that
   drive, or null.
 - `savings`: a list of `change`, the options that would write less, each beside the others as they are;
@@ -59,15 +62,15 @@ def endurance(
     busiest_share: float = 1.0,
     savings: Iterable[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return what a run writes, as the module's text describes.
+    """Return the writes of a run, as the module's text describes.
 
     Args:
         moved: the traffic of a step.
         units: of the model.
         steps: of the run; None counts `STEPS`.
-        tbw: terabytes (10^12 bytes) that each drive is rated to be written in its life.
+        tbw: terabytes (10^12 bytes) of writes that each drive is rated for.
         busiest_share: of the store's bytes, the part on the drive that has the most.
-        savings: what `savings` yields.
+        savings: the result of `savings`.
     """
     begin = sum(unit.stored_nbytes for unit in units)
     counted = STEPS if steps is None else steps
@@ -85,7 +88,7 @@ def endurance(
 
 
 def written(total: int, rated: int | None, busiest_share: float) -> dict[str, Any]:
-    """Return what a run writes in all, and the part of a drive's rating that this is, under the keys of `endurance`."""
+    """Return the writes of a run, and their share of a drive's rating, under the keys of `endurance`."""
     return {"total_bytes": total, "rating_used": None if not rated else total * busiest_share / rated}
 
 
@@ -99,7 +102,7 @@ def savings(
     *,
     with_update: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the changes that would write less in a step; those of optimizer and states change results too.
+    """Yield the changes that would write less in a step; changes of optimizer and states change results too.
 
     Arguments as of `traffic`; `with_update` proposes updates in the backward pass too, where a run can have them.
     """

@@ -1,8 +1,8 @@
-"""What a run would take, from a model's configuration alone: host memory, SSD space, SSD traffic, the time of a step.
+"""Forecast of a run from a model's configuration alone: host memory, SSD space and traffic, the time of a step.
 
 The model is built without weights, divided into units and planned by the code that a run uses. `traffic` replays the
 order of uses through the planned buffers. For a GPU, its memory is planned too, and the time of a step follows from the
-rates of the machine. What ZeRO-Infinity would hold for the same model stands beside it.
+rates of the machine. ZeRO-Infinity's memory for the same model stands beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.common.choices import parse_durability
 from memascend.common.sizes import format_size
 from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
@@ -31,6 +30,7 @@ from memascend.formats.weights import empty_model_of
 from memascend.machine.limits import resident_memory
 from memascend.machine.segments import Segments
 from memascend.machine.threads import update_threads
+from memascend.options import parse_durability
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape
 from memascend.plan.host import make_plan, smallest_plan
@@ -54,7 +54,7 @@ class Gpu:
 
     #: Bytes that it has free before a run.
     memory: int
-    #: What the machine can do, as `machine.gpu.rates_for` returns it.
+    #: Rates of the machine, as `machine.gpu.rates_for` returns them.
     rates: Mapping[str, Rate]
     #: "recompute", "host" or "ssd".
     activations: str = "recompute"
@@ -242,7 +242,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> De
 def _shape(config: Any) -> Shape:
     shape = Shape.of(config)
     if shape is None:
-        raise CheckpointError(f"a {config.model_type} configuration does not say what its layers are like")
+        raise CheckpointError(f"a {config.model_type} configuration does not describe its layers")
     return shape
 
 
@@ -261,16 +261,15 @@ def _gpu_part(
 
 
 def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, moved: Traffic) -> dict[str, int]:
-    """Return what passes through each of `step_time.RESOURCES` in an optimizer step: operations, or bytes.
+    """Return the load of each of `step_time.RESOURCES` in an optimizer step: operations, or bytes.
 
     Weights and the inputs of layers that were put aside are copied to the GPU; the gradients of every pass, but for
     sums that stay there until the last one, and those inputs are copied from it. Through host memory passes everything
-    that comes from or goes to the SSD and the GPU, and what the CPU computes with: an update reads gradients, weights
-    and states and writes weights and states; the gradient of a later pass is read, added to the one there, and written,
-    where it does not stay on the GPU. What the processor's caches may serve (copies of chunks, checksums) is not
-    counted. The update's bytes stand by themselves, too: a few threads move fewer than memory has room for. Over ranks,
-    what is sent and what is received pass through host memory too, and what all have sent of gradients is read to be
-    added up.
+    that comes from or goes to the SSD and the GPU, and the operands of the CPU: an update reads gradients, weights and
+    states and writes weights and states; the gradient of a later pass is read, added to the one there, and written,
+    where it does not stay on the GPU. Accesses that the processor's caches may serve (copies of chunks, checksums) are
+    not counted. The update's bytes stand by themselves, too: a few threads move fewer than memory has room for. Over
+    ranks, sent and received bytes pass through host memory too, and the gradients of all ranks are read to be added.
     """
     layers = sum(unit.repeated for unit in units)
     inputs = stash_bytes(units, config, work) * layers * work.grad_accum

@@ -1,7 +1,7 @@
-"""What a rank sends to the others and receives from them in an optimizer step, as `memascend.stats` counts it.
+"""Bytes that a rank sends to the others and receives in an optimizer step, as `memascend.stats` counts them.
 
 Weights of a unit are gathered when another one was used before it, and on devices when it is not there. Gradients are
-exchanged in every backward pass, and what their projections need of other ranks (APOLLO) in the step.
+exchanged in every backward pass, and the sums that projections need from other ranks (APOLLO) in the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def network(units: Sequence[Unit], work: Work, moved: Traffic) -> dict[str, Any]:
     """Return the bytes of each rank, as `forecast.report` describes them.
 
-    `units` are divided over `work.ranks`, and `moved` is what the first of them moves. All gradients are assumed to be
+    `units` are divided over `work.ranks`, and `moved` is the traffic of the first. All gradients are assumed to be
     there on every rank.
     """
     others = work.ranks - 1

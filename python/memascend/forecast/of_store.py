@@ -1,4 +1,4 @@
-"""What the run in a store could do to write less, from what the store says of itself."""
+"""Options with which the run in a store would write less, from the store's own record."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from memascend.optim import NAMED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Tokens of a sequence where the store does not say: they decide what activations take.
+#: Tokens of a sequence where the store does not say: they decide the size of activations.
 SEQ_LEN = 512
 
 
 def savings_of_store(recipe: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
     """Return the `savings` of `memascend.forecast.endurance` at the least host memory, or None where not known.
 
-    `recipe` is that of `memascend.runs.inspect.inspect`. A model that is not a causal one of transformers, and an
+    `recipe` is the one of `memascend.runs.inspect.inspect`. A model that is not a causal one of transformers, and an
     optimizer that the command line does not have, are not forecast.
     """
     if recipe is None:

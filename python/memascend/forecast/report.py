@@ -1,6 +1,6 @@
 """The parts of a forecast as dictionaries, ready for JSON.
 
-The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a mapping by kind has the keys
+The keys of a forecast (bytes unless they say otherwise; a mapping by kind has the keys
 `weights_bytes`, `master_bytes`, `master_low_bytes`, `exp_avg_bytes`, `exp_avg_sq_bytes`, `momentum_buffer_bytes`,
 `moments_bytes`, `gradients_bytes`, `projections_bytes`, `activations_bytes`, `second_slot_bytes`, `kept_bytes`,
 `buffers_bytes`):
@@ -20,19 +20,19 @@ The keys of `forecast.forecast`'s dictionary (bytes unless they say otherwise; a
 - `network`, over ranks: what one rank sends to all others together, and receives from them, in an optimizer step.
   `ranks`; `weights_bytes`, of weights in each direction; `sent_bytes` and `received_bytes`, lists by rank, gradients
   included; `busiest_bytes`, the most of a rank in a direction. With several ranks, `host_memory`, `ssd_space`,
-  `ssd_traffic` and `endurance` are those of rank 0; the others have and move no more.
+  `ssd_traffic` and `endurance` are of rank 0; the others have and move no more.
 - `step`, over ranks with the rate of the network and without a GPU: as `step_time.step_time` returns it, of the network
-  and, where its rate is known, the SSD. Its tokens are those of all ranks.
-- `endurance`: what a run writes in all, as `forecast.endurance` describes.
-- `gpu`, with one: `memory_bytes`, what it has free; `activations`; `device_memory`, as `host_memory`; `step`, as
+  and, where its rate is known, the SSD. Its tokens are of all ranks.
+- `endurance`: the writes of a run, as `forecast.endurance` describes.
+- `gpu`, with one: `memory_bytes`, its free memory; `activations`; `device_memory`, as `host_memory`; `step`, as
   `step_time.step_time` returns it.
-- `pytorch`, without a GPU: an estimate of what PyTorch holds beside the plan. `forward_bytes`, the most in the forward
-  pass and the loss; `backward_bytes`, in the backward pass; `projections_bytes`, what APOLLO's projection of a gradient
-  takes there too; `libraries_bytes`, of the libraries below PyTorch; `estimated_bytes`, the most at once. null where
-  the model's code cannot be run without values.
+- `pytorch`, without a GPU: an estimate of PyTorch's memory beside the plan. `forward_bytes`, the most in the forward
+  pass and the loss; `backward_bytes`, in the backward pass; `projections_bytes`, of APOLLO's projection of a gradient
+  there; `libraries_bytes`, of the libraries below PyTorch; `estimated_bytes`, the most at once. null where the model's
+  code cannot be run without values.
 - `whole`: the host memory of the process. `planned_bytes`, `pytorch_bytes` (0 with a GPU, null where not known),
-  `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (what this
-  process can have now, and holds) and `bound`, what sets that; `fits`.
+  `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (that this
+  process can have now, and holds) and `bound`, the name of the limit; `fits`.
 - `zero_infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`, `parameter_pool_bytes`, `parameter_pool_waste` (a
   share of 1), `default_parameter_pool_bytes`, `gradient_buffer_bytes`, `optimizer_swap_bytes`, `write_back_bytes`,
   `peak_bytes` (their sum, without the default pool), `peak_pinned_bytes` (with the gradient buffer pinned through
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit], dtype: str) -> dict[str, Any]:
-    """Describe the model and its units, those of one size together."""
+    """Describe the model and its units, grouped by size."""
     sizes: dict[tuple[bool, int], list[Unit]] = {}
     for unit in units:
         sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
@@ -97,7 +97,7 @@ def _source_part(path: Path) -> dict[str, Any] | None:
 
 
 def _parameters(units: Sequence[Unit]) -> int:
-    """Elements of all parameters; tied ones count once."""
+    """Return the elements of all parameters; tied ones count once."""
     return sum(place.numel for unit in units for place in unit.places)
 
 
@@ -150,7 +150,7 @@ def _directions(moved: Traffic, parameters: int) -> dict[str, Any]:
 
 
 def zero_infinity_part(units: Sequence[Unit], ours: int, smallest: int, work: Work) -> dict[str, Any]:
-    """Describe what ZeRO-Infinity holds and moves for these units, beside the host memory of our plans in bytes.
+    """Describe ZeRO-Infinity's memory and traffic for these units, beside the host memory of our plans in bytes.
 
     Over ranks, each holds and moves its part of every parameter.
     """

@@ -1,11 +1,13 @@
-"""What PyTorch holds in a training step, from a run of the model's own code on tensors without memory.
+"""PyTorch's memory in a training step, from a run of the model's own code on tensors without memory.
 
 The tensors lie on PyTorch's meta device: operations give shapes, dtypes and lifetimes, and compute nothing. So every
 architecture is counted as it is written, with the loss in pieces, the gradients of tables by blocks, and layers that
 are recomputed from inputs that wait in the plan's staging. Of layers that are alike two are run, and of a table's
-blocks three: no more of them live at once. What an operation takes inside a kernel is not seen (see `LIBRARIES_BYTES`).
+blocks three: no more of them live at once. Memory inside a kernel is not seen (see `LIBRARIES_BYTES`).
 
 Where the run depends on values, it is told: all tokens have labels, all conditions hold, and experts get equal shares.
+
+A formula for each architecture was up to 48% low, and knew two kinds of layers.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ _aten = torch.ops.aten
 META = torch.device("meta")
 #: Layers of one kind that are run, and blocks of a table.
 LAYERS, BLOCKS = 2, 3
-#: The most tokens that are run; what more of them take follows from the last doubling.
+#: The most tokens that are run; the memory of more follows from the last doubling.
 TOKENS_MAX = 32 * 1024
-#: What the libraries below PyTorch (oneDNN, MKL, OpenMP) keep from their first use on, and take within an operation.
+#: Memory that the libraries below PyTorch (oneDNN, MKL, OpenMP) keep from their first use on, and use in an operation.
 LIBRARIES_BYTES = 18 * 1024 * 1024
 
 
@@ -168,7 +170,7 @@ class _Held(TorchDispatchMode):
         return made
 
     def _answer(self, func: Any, tensor: torch.Tensor) -> Any:
-        """What an operation gives whose result depends on values."""
+        """Return the assumed result of an operation that depends on values."""
         if func is _aten._local_scalar_dense.default:
             return tensor.dtype == torch.bool
         indices: dict[str, Any] = {"dtype": torch.int64, "device": META}
@@ -212,7 +214,7 @@ class _Held(TorchDispatchMode):
 _BY_VALUES = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten._unique2.default}
 
 
-# ---- what the offloaded model does otherwise than the model in memory -------------------------------------------
+# ---- differences of the offloaded model -------------------------------------------------------------------------
 
 
 class _Table:

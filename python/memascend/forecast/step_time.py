@@ -1,7 +1,9 @@
-"""How long an optimizer step takes, on a GPU or over ranks: what passes through each resource, over its rate.
+"""Time of an optimizer step, on a GPU or over ranks: the load of each resource, over its rate.
 
 How well the resources overlap is not modelled. The slowest resource gives the least time of a step, and the sum of all
-gives the time without any overlap. Only necessary work is counted, not what an implementation adds to it.
+gives the time without any overlap. Only necessary work is counted, not the overhead of an implementation.
+
+Rates are measured or asked for, never assumed. The floor is what `benches` hold a run against.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.machine.gpu import Rate
     from memascend.plan.estimates import Shape
 
-#: What a step passes through, by the name of its rate, in the order of the table.
+#: Resources of a step, by the name of their rate, in the order of the table.
 RESOURCES = {
     "flops": "compute",
     "ssd": "SSD, read and written",
@@ -28,7 +30,7 @@ RESOURCES = {
     "dram": "host memory",
     "update": "updates by the processor",
 }
-#: Experts of which a token is sent to some: as one tensor of three dimensions, or as modules.
+#: Names of routed experts: as one tensor of three dimensions, or as modules.
 _EXPERTS = re.compile(r"\.experts\b")
 
 
@@ -38,9 +40,9 @@ def step_flops(
     """Floating-point operations of an optimizer step with recomputed layers.
 
     With N weights that a token is multiplied with and T tokens, 2 N T forward and 4 N T backward, and 2 N T more for
-    what is recomputed: 8 N T for layers and for a head whose loss is in pieces, 6 N T for another head (Kaplan et al.
-    2020, arXiv 2001.08361, section 2.1). An embedding is looked up, not multiplied, unless it is the head too. Of
-    experts, N has those that a token is sent to.
+    recomputation: 8 N T for layers and for a head whose loss is in pieces, 6 N T for another head (Kaplan et al. 2020,
+    arXiv 2001.08361, section 2.1). An embedding is looked up, not multiplied, unless it is the head too. Of experts, N
+    counts only the ones that a token is sent to.
 
     To this the attention of each layer: 4 S A operations a token for the products of queries, keys and values with a
     context of S and heads' width A (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), half of it because the
@@ -67,17 +69,17 @@ def step_flops(
 
 
 def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int) -> dict[str, Any]:
-    """Return what a step of `tokens` tokens takes.
+    """Return the time of a step of `tokens` tokens.
 
     Args:
         amounts: operations ("flops") and bytes (other keys of `RESOURCES`) of a step.
-        rates: of the same keys; what has none is left out.
+        rates: of the same keys; a resource without one is left out.
         tokens: of all passes of the step.
 
     Returns:
         `resources`, a list of `resource`, `name`, `amount`, `per_second`, `seconds`, `source`; `bound_by` and `next`,
-        the names of the slowest and the second, and `times_the_next`, the seconds of one over those of the other (null
-        where there is no second); `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does;
+        the names of the slowest and the second, and `times_the_next`, the ratio of their seconds (null where there is
+        no second); `floor_seconds`, where everything overlaps; `sum_seconds`, where nothing does;
         `tokens_per_second_at_most`.
     """
     seconds = {key: amounts[key] / rates[key].per_second for key in RESOURCES if key in rates and key in amounts}

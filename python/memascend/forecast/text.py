@@ -115,9 +115,7 @@ def _traffic_table(moved: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
         ["kind", "read", "written", "least: read", "written"],
         [*rows, ["bytes per parameter", *per_parameter]],
     )
-    return (
-        f"{table}\n  what the budget keeps in memory beyond the least saves {format_size(moved['saved_bytes'])} a step"
-    )
+    return f"{table}\n  beside the least budget, this one saves {format_size(moved['saved_bytes'])} a step"
 
 
 def _endurance_table(endurance: Mapping[str, Any]) -> str:
@@ -129,7 +127,7 @@ def _endurance_table(endurance: Mapping[str, Any]) -> str:
         if step[f"{kind}_bytes"]
     ]
     rows.append(["total", format_decimal(step["total_bytes"]), format_decimal(endurance["total_bytes"])])
-    given = "" if endurance["steps_given"] else "; --steps N counts those of the run"
+    given = "" if endurance["steps_given"] else "; --steps N counts the steps of the run"
     table = _table(f"Written by a run of {steps:,} steps{given}", ["kind", "a step", "the run"], rows)
     return f"{table}\n  {_rating(endurance)}"
 
@@ -191,7 +189,7 @@ def _step_table(step: Mapping[str, Any], title: str = "Time of an optimizer step
         rows.append([resource["name"], amount, rate, f"{resource['seconds']:.2f}", resource["source"]])
     rows.append(["the slowest: all else overlaps", "", "", f"{step['floor_seconds']:.2f}", ""])
     rows.append(["the sum: nothing overlaps", "", "", f"{step['sum_seconds']:.2f}", ""])
-    times = "" if step["next"] is None else f": {step['times_the_next']:.1f} times what {step['next']} takes"
+    times = "" if step["next"] is None else f": {step['times_the_next']:.1f} times the seconds of {step['next']}"
     return (
         _table(title, ["resource", "amount", "rate", "seconds", "from"], rows)
         + f"\n  bound by {step['bound_by']}{times}; at most {step['tokens_per_second_at_most']:,.0f} tokens/s"
@@ -208,7 +206,7 @@ def _network_table(moved: Mapping[str, Any]) -> str:
     ]
     return _table(
         f"Network traffic of an optimizer step, of each of {moved['ranks']} ranks",
-        ["what", "sent", "received"],
+        ["bytes", "sent", "received"],
         [[name, format_size(of_sent), format_size(of_received)] for name, of_sent, of_received in rows],
     )
 
@@ -222,11 +220,11 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
 
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     if pytorch is None:
-        return "On top: what PyTorch holds is not known: the model's code cannot be run without values"
+        return "On top: PyTorch's memory is not known: the model's code cannot be run without values"
     projections = pytorch["projections_bytes"]
     return _table(
-        "On top: what PyTorch holds (an estimate, from a run of the model's code without values)",
-        ["what", "bytes"],
+        "On top: PyTorch's memory (an estimate, from a run of the model's code without values)",
+        ["part", "bytes"],
         [
             ["forward pass and loss", format_size(pytorch["forward_bytes"])],
             ["backward pass", format_size(pytorch["backward_bytes"])],
@@ -245,7 +243,7 @@ def zero_infinity_text(prediction: Mapping[str, Any]) -> str:
     return (
         _table(
             "Beside it: ZeRO-Infinity's host memory, by DeepSpeed's formulas",
-            ["what", "bytes"],
+            ["part", "bytes"],
             [
                 [f"parameter pool: {zero['slots']} x {size(zero['slot_bytes'])}", size(zero["parameter_pool_bytes"])],
                 ["flat gradient buffer", size(zero["gradient_buffer_bytes"])],
@@ -260,5 +258,5 @@ def zero_infinity_text(prediction: Mapping[str, Any]) -> str:
                 ["memascend's", f"{ours_per_parameter:.1f}"],
             ],
         )
-        + f"\n  {zero['parameter_pool_waste']:.0%} of the parameter pool is empty while it holds what is in flight"
+        + f"\n  {zero['parameter_pool_waste']:.0%} of the parameter pool is empty with its parameters in flight"
     )

@@ -1,4 +1,4 @@
-"""What an optimizer step of a run moves, and what its store holds: replayed, without a run.
+"""Traffic of an optimizer step and space of the store: replayed, without a run.
 
 The order of uses is replayed through counted buffers by the rule that the streamers follow (`residency.order`).
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Work:
-    """What one optimizer step computes."""
+    """The work of one optimizer step."""
 
     seq_len: int
     batch_size: int
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def written_share(self) -> float:
-        """How much of what stays in memory a step writes, in the mean of the steps."""
+        """Share of resident data that a step writes, in the mean of the steps."""
         return 1 / self.period if self.period else 0.0
 
     @property
@@ -88,7 +88,7 @@ class Work:
 
 @dataclass(slots=True)
 class Traffic:
-    """SSD bytes of one optimizer step, by kind, bytes of weights copied to a device, and what ranks gather."""
+    """SSD bytes of one optimizer step, by kind, bytes of weights copied to a device, and bytes that ranks gather."""
 
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
@@ -105,7 +105,7 @@ class Traffic:
 
 
 def divided(model: nn.Module, on_gpu: bool = False, gradients: str = "auto", ranks: int = 1) -> list[Unit]:
-    """Divide a model into the units of a run; over ranks they are those of the first, and all have as many bytes."""
+    """Divide a model into the units of a run; over ranks, into the first rank's: all have as many bytes."""
     # Tables are whole over ranks.
     units = partition(model, fused_loss=None if ranks > 1 else "auto", gradients=gradients, uploaded=on_gpu)
     if ranks > 1:
@@ -135,7 +135,7 @@ def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
 
 
 def projection(tensor: StoreTensor, work: Work) -> Projection | None:
-    """Return how the gradient of a tensor is projected: that of a large matrix of a repeated layer, by APOLLO."""
+    """Return the projection of a tensor's gradient, if it is a large matrix of a repeated layer, by APOLLO."""
     _, algorithm, options = NAMED[work.optimizer]
     (place, *others) = tensor.places
     if algorithm != "apollo" or others or tensor.packed or len(place.shape) != 2 or not tensor.unit.repeated:
@@ -155,7 +155,7 @@ def projections(units: Sequence[Unit], work: Work) -> Iterator[tuple[StoreTensor
 def projection_bytes(units: Sequence[Unit], work: Work) -> int:
     """Return the most bytes that the projection of a gradient takes beside the plan, in the backward pass.
 
-    Over ranks the step does it: the bytes are those of the rank where it takes most.
+    Over ranks the step does it: the bytes are of the rank that needs most.
     """
     _, _, options = NAMED[work.optimizer]
     sizes = []
@@ -208,7 +208,7 @@ def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
 def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
     """Return the most that the store holds, by kind. Gradients of packs stay in memory.
 
-    Of the activations, everything counts that might be moved to the store; a run makes room only for what is moved.
+    All activations count that might be moved to the store; a run makes room only for moved ones.
     """
     space: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     for unit in units:
@@ -298,11 +298,11 @@ def traffic(
 def _with_updates(
     changing: Set[int], order: Sequence[int], turn: int, uploads: Sequence[tuple[int, int]]
 ) -> tuple[list[int], frozenset[int]]:
-    """Return what host memory is needed for in a pass whose backward pass updates weights, on a device.
+    """Return the uses of host memory in a pass whose backward pass updates weights, on a device.
 
-    `order` are the uses there, of which the backward pass begins with that before number `turn`; `uploads` are the
-    number of a use and the unit that was copied for it. Beside those, each unit of `changing` is needed for its update,
-    which reads what it does not find without a buffer: the numbers of those uses come second.
+    `order` are the uses there, and the backward pass begins with the use before number `turn`; `uploads` are the number
+    of a use and the unit that was copied for it. Each unit of `changing` is also needed for its update, which reads
+    missing weights without a buffer: the numbers of these uses come second.
     """
     needed: list[int] = []
     copied, passing = set(uploads), set[int]()
@@ -316,7 +316,7 @@ def _with_updates(
 
 
 def _embeddings(model: nn.Module, units: Sequence[Unit]) -> list[int]:
-    """Return the units whose gradient comes last, with that of an embedding, and which the backward pass updates."""
+    """Return the units whose gradient comes last, an embedding's among them, that the backward pass updates."""
     modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
     parameters = {parameter for module in modules for parameter in module.parameters()}
     return [
@@ -327,7 +327,7 @@ def _embeddings(model: nn.Module, units: Sequence[Unit]) -> list[int]:
 
 
 def _early(plan: Plan, work: Work) -> bool:
-    """Whether the backward pass updates what it can."""
+    """Return whether the backward pass updates weights where it can."""
     return plan.update == "backward" and work.grad_accum == 1
 
 
@@ -336,7 +336,7 @@ def _row_bytes(place: Place) -> int:
 
 
 def _looks_up(model: nn.Module, place: Place) -> bool:
-    """Whether rows of a table are looked up."""
+    """Return whether rows of a table are looked up."""
     modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return any(parameter is place.parameter for module in modules for parameter in module._parameters.values())
 
@@ -393,7 +393,7 @@ def spill(
     work: Work,
     sums_bytes: int = 0,
 ) -> Spill:
-    """Predict what host memory has no room for, or must not hold, in one optimizer step in the steady state.
+    """Predict the spills of one optimizer step in the steady state: bytes that host memory has no room for.
 
     Gradients and the inputs of recomputed layers (`stash` bytes each) share the staging buffers. An input takes its
     buffers in the forward pass and gives them back when the backward pass has left its layer. A gradient takes its
@@ -460,7 +460,7 @@ def spill(
 
 
 class Replay:
-    """Follows the rule of `residency.order` with counted buffers, over a known order of uses: tells what is fetched."""
+    """Follows the rule of `residency.order` with counted buffers, over a known order of uses, and reports fetches."""
 
     def __init__(
         self,
@@ -472,7 +472,7 @@ class Replay:
     ) -> None:
         """Use the buffers of `lines`, except those that the units `taken` always have; fetch so many units `ahead`.
 
-        With `stale`, what is in memory has to be read again after a step.
+        With `stale`, resident units have to be read again after a step.
         """
         self._buffers: Counter[int] = Counter()
         for line in lines:

@@ -1,4 +1,4 @@
-"""The host memory that a run takes in all, beside what this process can have."""
+"""The total host memory of a run, beside the memory that this process can have."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 class Whole:
     """The parts of a run's host memory, in bytes."""
 
-    #: What memascend plans to hold, or the weights, gradients and states of a model in memory.
+    #: Planned by memascend, or the weights, gradients and states of a model in memory.
     held: int
-    #: An estimate of what PyTorch holds beside it; None where it is not known.
+    #: An estimate of PyTorch's memory beside it; None where it is not known.
     pytorch: int | None
-    #: What the interpreter and its libraries hold already.
+    #: Held by the interpreter and its libraries.
     interpreter: int
-    #: What this process can have, with what it holds already, and the bound that sets it.
+    #: Available to this process, with the bytes it holds already, and the bound that sets it.
     available: int
     bound: str
-    #: What `held` is called.
+    #: Label of `held`.
     name: str = "planned"
 
     @staticmethod
     def of(held: int, pytorch: int | None, interpreter: int, name: str = "planned", processes: int = 1) -> Whole:
-        """Add up a run, beside the memory that is available now, of which each of `processes` has its part."""
+        """Add up a run, beside the memory that is available now, divided among `processes`."""
         left, bound = available_memory()
         if processes > 1:
             bound += f", for each of {processes} processes"
@@ -46,7 +46,7 @@ class Whole:
 
     @property
     def total(self) -> int:
-        """The sum of what is known."""
+        """The sum of the known parts."""
         return self.held + (self.pytorch or 0) + self.interpreter
 
     @property
@@ -64,7 +64,7 @@ class Whole:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `forecast.report` describes."""
+        """Return the entry that `forecast.report` describes."""
         return {
             "planned_bytes": self.held,
             "pytorch_bytes": self.pytorch,
@@ -79,7 +79,7 @@ class Whole:
 def pytorch_memory(
     config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool = False, projections: int = 0
 ) -> dict[str, int] | None:
-    """Estimate what PyTorch holds beside the plan's buffers in a step on the CPU, or beside a model in memory.
+    """Estimate PyTorch's memory beside the plan's buffers in a step on the CPU, or beside a model in memory.
 
     `projections`: bytes that projecting a gradient takes there too, in the backward pass.
 

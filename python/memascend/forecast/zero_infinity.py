@@ -1,10 +1,10 @@
-"""What ZeRO-Infinity holds in host memory and moves to the SSD, by the formulas of its own source.
+"""Host memory and SSD traffic of ZeRO-Infinity, by the formulas of its own source.
 
-Every function is pure: element counts in, bytes out. DeepSpeed's files are those of release 0.19.8, on one device,
+Every function is pure: element counts in, bytes out. DeepSpeed's files are of release 0.19.8, on one device,
 with parameters and optimizer on NVMe and `max_in_cpu: 0`.
 
 The papers: Rajbhandari et al. 2021, "ZeRO-Infinity" (arXiv 2104.07857); Liaw and Chen 2025, "MemAscend: System Memory
-Optimization for SSD-Offloaded LLM Fine-Tuning" (arXiv 2505.23254), which measures what it wastes.
+Optimization for SSD-Offloaded LLM Fine-Tuning" (arXiv 2505.23254), which measures its waste.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MASTER_BYTES = 4
 
 
 def aligned_numel(numel: int, itemsize: int) -> int:
-    """Elements of a swap buffer for `numel` elements.
+    """Return the elements of a swap buffer for `numel` elements.
 
     `_io_aligned_numel` in runtime/swap_tensor/partitioned_param_swapper.py, with `intra_op_parallelism` 1.
     """
@@ -39,7 +39,7 @@ def aligned_numel(numel: int, itemsize: int) -> int:
 
 
 def is_swapped(numel: int, itemsize: int) -> bool:
-    """Whether a parameter goes through the pool at all; smaller ones stay in memory.
+    """Return whether a parameter goes through the pool at all; smaller ones stay in memory.
 
     `swappable_tensor` in runtime/swap_tensor/partitioned_param_swapper.py.
     """
@@ -47,20 +47,20 @@ def is_swapped(numel: int, itemsize: int) -> bool:
 
 
 def in_flight_slots(outer: Iterable[int], layers: Iterable[Sequence[int]], itemsize: int) -> int:
-    """Slots that hold every parameter outside the layers and one layer: what is in flight at once.
+    """Return the slots for every parameter outside the layers and one layer, which are in flight at once.
 
-    `outer` are the element counts of the embedding, the head and their like, `layers` those of each layer. A slot
-    holds one parameter, whatever its size (`_allocate_and_return_buffers_for_swap_in` in
-    runtime/swap_tensor/partitioned_param_swapper.py). That this is the count which MemAscend's authors assume is a
-    deduction: with it the slots of Llama 3.1 8B and Qwen2.5 7B, 14B and 32B are 72.7% empty on average, the
-    waste for which their paper is cited.
+    `outer` are the element counts of the embedding, the head and their like, `layers` those of each layer. A slot holds
+    one parameter, whatever its size (`_allocate_and_return_buffers_for_swap_in` in
+    runtime/swap_tensor/partitioned_param_swapper.py). The count that MemAscend's authors assume was deduced: with it
+    the slots of Llama 3.1 8B and Qwen2.5 7B, 14B and 32B are 72.7% empty on average, the waste for which their paper is
+    cited.
     """
     slots = sum(is_swapped(numel, itemsize) for numel in outer)
     return slots + max((sum(is_swapped(numel, itemsize) for numel in layer) for layer in layers), default=0)
 
 
 def parameter_pool_bytes(largest_numel: int, slots: int, itemsize: int) -> int:
-    """Bytes of the parameter pool: `slots` buffers, each as large as the largest parameter.
+    """Return the bytes of the parameter pool: `slots` buffers, each as large as the largest parameter.
 
     `_configure_aio` in runtime/swap_tensor/partitioned_param_swapper.py allocates
     `buffer_count * aligned(buffer_size)` elements in one tensor; a parameter larger than `buffer_size` does
@@ -70,7 +70,7 @@ def parameter_pool_bytes(largest_numel: int, slots: int, itemsize: int) -> int:
 
 
 def default_parameter_pool_bytes(largest_numel: int, itemsize: int) -> int:
-    """Bytes of the parameter pool with DeepSpeed's defaults, `buffer_size` raised where the largest needs it.
+    """Return the parameter pool's bytes with DeepSpeed's defaults, `buffer_size` raised where the largest needs it.
 
     `buffer_count: 5` and `buffer_size: 1e8` (`DeepSpeedZeroOffloadParamConfig` in runtime/zero/offload_config.py).
     """
@@ -80,13 +80,13 @@ def default_parameter_pool_bytes(largest_numel: int, itemsize: int) -> int:
 def pool_waste(numels: Sequence[int]) -> float:
     """Share of a pool that is empty while it holds `numels`, each in a slot as large as the largest.
 
-    The internal fragmentation of which MemAscend (arXiv 2505.23254, abstract) makes its case.
+    The internal fragmentation that MemAscend (arXiv 2505.23254, abstract) argues with.
     """
     return 1 - sum(numels) / (len(numels) * max(numels)) if numels else 0.0
 
 
 def gradient_buffer_bytes(numel: int, itemsize: int) -> int:
-    """Bytes of the flat gradient buffer: every gradient of the partition, in host memory throughout.
+    """Return the bytes of the flat gradient buffer: every gradient of the partition, in host memory throughout.
 
     `grad_partitions_flat_buffer` in runtime/zero/stage3.py, of dtype `gradient_accumulation_dtype`: the model's unless
     the configuration says otherwise (`get_data_types` in runtime/engine.py).
@@ -116,7 +116,7 @@ def largest_sub_group(numels: Iterable[int], sub_group_size: int = SUB_GROUP_ELE
 
 
 def optimizer_swap_bytes(sub_group_numel: int, buffers: int = OPTIMIZER_BUFFERS, *, pipelined: bool = False) -> int:
-    """Bytes of the optimizer's swap buffers: each holds one fp32 state of the largest sub-group.
+    """Return the bytes of the optimizer's swap buffers: each holds one fp32 state of the largest sub-group.
 
     `SwapBufferManager(num_elems=largest_numel, count=buffer_count)` in runtime/swap_tensor/optimizer_utils.py. With
     `pipeline_read` or `pipeline_write` two sub-groups are under way (`ASYNC_SWAP_IN` and `ASYNC_SWAP_OUT` in
@@ -127,7 +127,7 @@ def optimizer_swap_bytes(sub_group_numel: int, buffers: int = OPTIMIZER_BUFFERS,
 
 
 def write_back_bytes(sub_group: Iterable[int], itemsize: int) -> int:
-    """Bytes through which the updated weights of the largest sub-group go back to the SSD.
+    """Return the buffer bytes through which updated weights of the largest sub-group go back to the SSD.
 
     `reserve_partitioned_swap_space` in runtime/swap_tensor/partitioned_param_swapper.py.
     """
@@ -135,7 +135,7 @@ def write_back_bytes(sub_group: Iterable[int], itemsize: int) -> int:
 
 
 def overflow_check_bytes(numel: int, itemsize: int) -> int:
-    """Bytes of the temporaries of the overflow check over the flat gradient buffer; float16 training alone runs it.
+    """Return the temporaries' bytes of the overflow check over the flat gradient buffer, run in float16 training.
 
     `has_overflow` in runtime/zero/stage3.py calls `torch.isinf(buffer).any()`. PyTorch computes isinf as
     `self.abs() == inf`: a copy of the buffer and a mask of a byte an element. In fp32 that is 1.25 times the buffer.
@@ -145,7 +145,7 @@ def overflow_check_bytes(numel: int, itemsize: int) -> int:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Bytes that PyTorch pins for a request: the next power of two.
+    """Return the bytes that PyTorch pins for a request: the next power of two.
 
     aten/src/ATen/core/CachingHostAllocator.h. It holds for the flat gradient buffer, which DeepSpeed pins through
     PyTorch on CUDA; its swap buffers are whole pages since they are allocated by its own library
@@ -155,7 +155,7 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 def ssd_traffic_bytes(numel: int, itemsize: int, grad_accum: int = 1) -> tuple[int, int]:
-    """Bytes that one optimizer step reads from and writes to the SSD.
+    """Return the bytes that one optimizer step reads from and writes to the SSD.
 
     Read: the weights in every forward and every backward pass, then master, two moments and gradient in fp32. Written:
     those four again, and the weights. Gradients are added up in the flat buffer, so that they move once a step. With

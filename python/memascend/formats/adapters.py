@@ -12,12 +12,12 @@ from memascend.formats.json_files import read_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What describes the adapters of a directory. It is PEFT's name.
+#: PEFT's name for the file that describes a directory's adapters.
 CONFIG_NAME = "adapter_config.json"
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds adapters and no model."""
+    """Return whether a directory holds adapters and no model."""
     return (directory / CONFIG_NAME).is_file() and not (directory / "config.json").is_file()
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a Hugging Face model: of a causal language model, or a CheckpointError that says what it is."""
+"""The configuration of a Hugging Face model: of a causal language model, or a CheckpointError that names its kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTEAD = (
 
 
 def load_config(model_dir: Path, dequantize: bool = False) -> Any:
-    """The transformers configuration of the causal language model in `model_dir`, which holds weights too.
+    """Return the transformers configuration of the causal language model in `model_dir`, which holds weights too.
 
     Raises CheckpointError where there is none, or the weights are quantised, unless they can be read with `dequantize`.
     """
@@ -42,7 +42,7 @@ def load_config(model_dir: Path, dequantize: bool = False) -> Any:
 
 
 def load_bare_config(path: Path) -> Any:
-    """The same without weights: of a model directory, or of a configuration file by itself.
+    """Return the same without weights: of a model directory, or of a configuration file by itself.
 
     Weights may be quantised, in a form that is read.
     """
@@ -69,7 +69,7 @@ def _config_in(model_dir: Path) -> Path:
 
 
 def _of_hub(path: Path) -> str:
-    """Return what to say of a name without a directory, which may have been meant as a model of the hub."""
+    """Return a hint for a name without a directory, which may have been meant as a model of the hub."""
     return "" if len(path.parts) > 1 else f"; a model of the hub is named with its organisation, as in ORG/{path.name}"
 
 

@@ -187,14 +187,14 @@ class DistributedReader:
         self._sizes: dict[str, int] = {}
 
     def shown(self, key: str) -> torch.Tensor | None:
-        """Return a tensor without contents of the shape and dtype of `key`; None for what is not a tensor."""
+        """Return a tensor without contents of the shape and dtype of `key`; None if that is no tensor."""
         entry = self.entries[key]
         if isinstance(entry, metadata.BytesStorageMetadata):
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def problem(self, key: str) -> str | None:
-        """Return what is wrong with the files that hold `key`, as metadata and file sizes show it, or None."""
+        """Return the fault of the files that hold `key`, as metadata and file sizes show it, or None."""
         try:
             return self._problem(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
@@ -237,7 +237,7 @@ class DistributedReader:
         digest = hashlib.blake2b((self.path / METADATA_NAME).read_bytes())
         pieces = sorted({(info.relative_path, info.offset, info.length) for info in self._storage.values()})
         for name, offset, length in pieces:
-            with suppress(OSError), open(self.path / name, "rb") as file:  # What is missing, nothing here reads.
+            with suppress(OSError), open(self.path / name, "rb") as file:  # Missing entries are not read here.
                 file.seek(offset)
                 digest.update(file.read(min(length, _BEGINNING_BYTES)))
         return digest.digest()

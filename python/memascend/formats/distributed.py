@@ -1,4 +1,9 @@
-"""Training states to and from other trainers: PyTorch Distributed Checkpoints, streamed, never whole in memory."""
+"""Training states to and from other trainers: PyTorch Distributed Checkpoints, streamed, never whole in memory.
+
+Over ranks a checkpoint is written in the order of PyTorch's writer, so rank 0 tells the others which tensors it is
+about to read. When it is read, each rank leaves out of PyTorch's plan the pieces that its share does not touch. A rank
+whose files are damaged takes part in the commit, so that all can load another checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     It holds `{"model": ..., "optim": ...}` as `get_model_state_dict` and `get_optimizer_state_dict` of
     torch.distributed.checkpoint.state_dict give it, so that another trainer loads it by `dcp.load` and
     `set_model_state_dict`, `set_optimizer_state_dict`, on as many ranks as it likes. Tied weights are there under every
-    name. States are shown as in `optimizer.state_dict()`: those of 8 bits as float32, and beside them `master_low` or
+    name. States are shown as in `optimizer.state_dict()`: 8-bit ones as float32, and beside them `master_low` or
     `master` of 16-bit weights, which `dcp.load` into an optimizer of `torch.optim` leaves out. A parameter that was
     never updated has states of zeros and a `step` of 0.
 
@@ -75,7 +80,7 @@ def save_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
 def _write_over(
     ranks: Ranks, path: Path, state: dict[str, Any], sources: dict[str, Callable[[], torch.Tensor]]
 ) -> None:
-    """Write a checkpoint on rank 0, and have every rank send it its shares of what it says that it is about to read."""
+    """Write a checkpoint on rank 0, to which every rank sends its shares of each tensor in turn."""
     failure: OSError | CheckpointError | None = None
     action = "write a checkpoint"
 
@@ -128,13 +133,13 @@ def _ours(optimizer: Any) -> OffloadedOptimizer:
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not an optimizer of memascend: torch.distributed.checkpoint saves and "
-            "loads those of PyTorch itself"
+            "loads PyTorch's own"
         )
     return optimizer
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return every parameter with all its names; those of one unit follow each other."""
+    """Return every parameter with all its names, unit by unit."""
     names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -229,13 +234,13 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     compared by its metadata and the beginnings of its pieces. A rank reads the pieces of files that its shares lie in;
     an error of one rank is raised on every rank.
 
-    A few tensors are in memory at a time. Nothing that a pickle could run is loaded: `.metadata` may name only what
-    describes tensors, everything else goes through `torch.load(weights_only=True)`.
+    A few tensors are in memory at a time. Nothing that a pickle could run is loaded: `.metadata` may name only classes
+    that describe tensors, everything else goes through `torch.load(weights_only=True)`.
 
     Raises:
         CheckpointError: there is no such checkpoint, or something is missing, of another shape, truncated or not
             admitted; nothing has changed then. A file whose contents are found to be damaged on the way is named too,
-            but what was read before has changed: load another checkpoint.
+            but tensors that were read before have changed: load another checkpoint.
         MemascendError: the model's weights are read from its files (`frozen="files"`), or it is a part of an offloaded
             model; nothing has changed then.
     """
@@ -268,7 +273,7 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
 
 @contextmanager
 def _changing(model: nn.Module, ranks: Ranks | None) -> Iterator[None]:
-    """Have a rank on which loading has failed commit what the others commit."""
+    """Take part in the commit of the other ranks, on a rank where loading has failed."""
     try:
         yield
     except CheckpointError:
@@ -283,7 +288,7 @@ def _keys(
     buffers: dict[str, torch.Tensor],
     problems: list[str],
 ) -> dict[nn.Parameter, str]:
-    """Return the key of each parameter, and append to `problems` what of weights and buffers cannot be loaded."""
+    """Return the key of each parameter, and append weights and buffers that cannot be loaded to `problems`."""
     keys: dict[nn.Parameter, str] = {}
     for parameter, aliases in names.items():
         # A tied parameter may be stored under any of its names.
@@ -305,7 +310,7 @@ def _elements(parameter: nn.Parameter) -> range | None:
 
 
 def _check_can_be_filled(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
-    """Raise MemascendError for a session whose weights cannot all be replaced by those of `model`."""
+    """Raise MemascendError for a session whose weights `model` cannot replace, all of them."""
     for session in sessions_of(model):
         for place in session.places:
             if place.sources:
@@ -331,7 +336,7 @@ def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: 
     elif shown.shape != wanted.shape:
         problem = f"{key} has shape {tuple(shown.shape)} instead of {tuple(wanted.shape)}"
     elif wanted.is_floating_point() and not shown.is_floating_point():
-        problem = f"{key} is of dtype {str(shown.dtype).removeprefix('torch.')}, which is not what is trained"
+        problem = f"{key} is of dtype {str(shown.dtype).removeprefix('torch.')}, which is not a dtype of training"
     if problem is not None:
         problems.append(problem)
 

@@ -1,4 +1,8 @@
-"""A model directory opened as a model of another task: its class, and the weights that the directory does not hold."""
+"""A model directory opened as a model of another task: its class, and the weights that the directory does not hold.
+
+The modules of a new head alone are made real, one after the other, and `_init_weights` draws the same numbers from
+PyTorch's generator as `from_pretrained` of transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend.options import OPTION_NAMES, TUNING_NAMES, meant
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-#: What any configuration of transformers takes, though it may have no value of it.
+#: Options that any configuration of transformers takes, even without a value.
 _ALWAYS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -33,7 +39,7 @@ def change_config(config: Any, model_class: str | type | None, changes: Mapping[
         else:
             raise TypeError(
                 f"from_pretrained has no option {name!r}, and neither has the configuration of a {config.model_type} "
-                "model"
+                f"model{meant(name, (*OPTION_NAMES, *TUNING_NAMES, *config.to_dict()))}"
             )
     if model_class is not None:
         config.architectures = [_class_of(model_class, config)]
@@ -57,7 +63,7 @@ def _class_of(model_class: str | type, config: Any) -> str:
 
 
 def is_of_head(model: Any, name: str) -> bool:
-    """Whether a parameter is of what a task adds to the model, and not of the model that all tasks share."""
+    """Return whether a parameter belongs to a task's head, and not to the model that all tasks share."""
     prefix = getattr(model, "base_model_prefix", "")
     return bool(prefix) and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
 
@@ -65,8 +71,8 @@ def is_of_head(model: Any, name: str) -> bool:
 def initial_values(model: Any, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the values that transformers begins the parameters `names` of a model on the meta device with.
 
-    They are drawn from PyTorch's generator, in the order in which `from_pretrained` of transformers draws those of
-    weights that are missing: after the same seed they have the same bits.
+    They are drawn from PyTorch's generator, in the order in which `from_pretrained` of transformers draws missing
+    weights: the same seed gives the same bits.
     """
     values: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():

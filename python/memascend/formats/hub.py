@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: what a run needs of a repository, downloaded."""
+"""Models of the Hugging Face hub: downloads the files that a run needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_id(name: str) -> bool:
-    """Whether `name` has the form of a repository's id, organisation/name."""
+    """Return whether `name` has the form of a repository's id, organisation/name."""
     return _ID.fullmatch(name) is not None
 
 

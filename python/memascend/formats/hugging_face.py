@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -22,15 +24,10 @@ from memascend.formats.weight_files import WeightFiles
 from memascend.formats.weights import Sources
 from memascend.layout.division import divide
 from memascend.layout.units import Unit, absent_like, partition
-from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
-from memascend.offloading.computing import Computing
-from memascend.offloading.locations import paths_of
-from memascend.offloading.native import OPTIONS
+from memascend.offloading.opening import open_session, opening
 from memascend.offloading.rank_hooks import hooks_for
-from memascend.offloading.session import Session
-from memascend.plan.automatic import plan_for
-from memascend.ranks.group import Ranks
+from memascend.options import TUNING_NAMES
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +35,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.offloading.locations import RankLocations
+    from memascend.offloading.computing import Computing
+    from memascend.offloading.session import Session
+    from memascend.options import Activations, Gradients, RankLocations, Update
+    from memascend.ranks.group import Ranks
 
 
 def from_pretrained(
@@ -56,14 +56,14 @@ def from_pretrained(
     dequantize: bool = False,
     model_class: str | type | None = None,
     recompute: bool = True,
-    activations: str | None = None,
+    activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
-    fused_loss: bool | str = "auto",
-    gradients: str = "auto",
-    update: str = "forward",
+    fused_loss: bool | Literal["auto"] = "auto",
+    gradients: Gradients = "auto",
+    update: Update = "forward",
     durability: str = "auto",
-    keep_store: bool | str | None = None,
+    keep_store: bool | Literal["replace"] | None = None,
     progress: Callable[[int, int], None] | None = None,
     process_group: Any = None,
     **options: Any,
@@ -101,37 +101,13 @@ def from_pretrained(
         TypeError: an option that there is none of, and no value of the configuration has the name.
         BudgetError, DeviceError, StoreError, RankError, ValueError: as in `memascend.offload`.
     """
-    changes = {name: options.pop(name) for name in list(options) if name not in OPTIONS}
+    changes = {name: options.pop(name) for name in list(options) if name not in TUNING_NAMES}
     _check_frozen(frozen, durability, keep_store)
-    ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
-    if ranks is not None:
-        durability = over_ranks.check_options(
-            host_memory=host_memory,
-            host_memory_max=host_memory_max,
-            fused_loss=fused_loss,
-            gradients=gradients,
-            update=update,
-            durability=durability,
-            store=paths,
-            frozen=frozen,
-        )
-        fused_loss = False
     return_large_blocks_to_system()
     directory = Path(path) / subfolder
-    with over_ranks.telling(ranks):
-        computing = Computing.of(
-            device,
-            device_memory,
-            recompute,
-            activations,
-            batch_tokens,
-            fused_loss,
-            gradients,
-            update,
-            micro_batch_size,
-        )
-        if ranks is not None:
-            over_ranks.compare_devices(ranks, computing)
+    with opening(from_pretrained, locals(), frozen) as (chosen, ranks):
+        if frozen == "files":
+            chosen = replace(chosen, durability="none")
         config = load_any_config(directory)
         check_form(form_of(directory), directory, dequantize)
         change_config(config, model_class, changes)
@@ -139,23 +115,9 @@ def from_pretrained(
             model = empty_model(config, directory, _dtype_of(dtype, config, files))
             load_generation_config(model, directory)
             sources = Sources(model, files, begins_heads=model_class is not None and ranks is None)
-            units = _divide(model, sources, computing, frozen, options.get("direct", True), ranks)
-            on_device = computing.device is not None
-            threads = update_threads(on_device, options.get("compute_threads"))
-            plan, automatic = plan_for(units, host_memory, host_memory_max, update, on_device, threads)
-            materialise(model, units)
-            session = Session(
-                model,
-                units,
-                plan,
-                paths,
-                computing=computing,
-                keep_store=keep_store,
-                durability="none" if frozen == "files" else durability,
-                source=source_of(model, sources.conversions, directory),
-                options=options,
-                automatic=automatic,
-                membership=None if ranks is None else over_ranks.join(ranks),
+            units_of = partial(_divide, model, sources, frozen=frozen, ranks=ranks)
+            session = open_session(
+                model, chosen, ranks, units_of, lambda: source_of(model, sources.conversions, directory)
             )
             _fill(session, sources, progress)
     return model
@@ -179,19 +141,20 @@ def _check_frozen(frozen: str | None, durability: str, keep_store: bool | str | 
 
 
 def _divide(
-    model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, direct: bool, ranks: Ranks | None
+    model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, ranks: Ranks | None
 ) -> list[Unit]:
     """Divide the model into units, frozen if `frozen` is not None, and those into the shares of `ranks`."""
     model.requires_grad_(frozen is None)
     # A table is read by parts from the store only, and from one that is not divided.
-    fused_loss = None if frozen == "files" or ranks is not None else computing.fused_loss
-    units = partition(model, computing.torch_device, fused_loss, computing.gradients, computing.uploads)
+    fused_loss = None if frozen == "files" or ranks is not None else computing.options.fused_loss
+    units = partition(model, computing.torch_device, fused_loss, computing.options.gradients, computing.uploads)
     if frozen == "files":
-        sources.locate(units, direct)
+        sources.locate(units, computing.options.tuning.get("direct", True))
     if ranks is not None:
         over_ranks.compare_layout(ranks, units)
         over_ranks.compare_checkpoints(ranks, sources.files.fingerprint(), sources.files.directory)
         divide(units, ranks.rank, ranks.size)
+    materialise(model, units)
     return units
 
 

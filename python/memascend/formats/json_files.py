@@ -10,13 +10,13 @@ from memascend.errors import CheckpointError, first_line
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Lists and objects inside one another. Those of models have a few. What is read must be written again when the model
-#: is saved, so the least of the depths that transformers, copying and writing can take does not decide.
+#: Lists and objects inside one another. Files of models have a few. A file that is read must be written again when the
+#: model is saved, so the limit is below the depths that transformers, copying and writing can take.
 NESTING_MAX = 64
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the contents of a JSON file.
 
     Raises CheckpointError, naming the file, where it cannot be read, is not JSON or is nested too deeply.
     """

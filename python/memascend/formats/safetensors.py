@@ -42,7 +42,7 @@ PIECE_BYTES = 8 * 1024 * 1024
 HEADER_BYTES_MAX = 100 * 1000 * 1000
 #: The most dimensions of a tensor in PyTorch, and more than any number of elements or bytes.
 DIMENSIONS_MAX, COUNT_MAX = 64, 1 << 63
-#: What transformers asks a file for.
+#: Metadata that transformers expects in a file.
 _METADATA = {"format": "pt"}
 
 
@@ -203,7 +203,7 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     temporary = path.with_name(path.name + ".tmp")
-    # That of a killed process, or a link that leads elsewhere: it goes, and is not written through.
+    # Left by a killed process, or a link that leads elsewhere: it goes, and is not written through.
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -213,7 +213,7 @@ def write_safetensors(
             for name, tensor in tensors:
                 dtype, shape = entries[name]
                 position, rows = 8 + len(text) + offsets[name], 0
-                # After an error its traceback holds the generator, which must not hold what it reads into.
+                # After an error its traceback holds the generator, which must not hold its target.
                 with nullcontext([tensor]) if isinstance(tensor, torch.Tensor) else closing(tensor) as parts:
                     for part in parts:
                         assert part.dtype == dtype and tuple(part.shape[1:]) == tuple(shape[1:]), name

@@ -17,7 +17,7 @@ from memascend.offloading.stand_ins import copy_of, is_stand_in, locate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What is replaced in `safetensors.torch`.
+#: Functions of `safetensors.torch` that are replaced.
 _REPLACED = ("_flatten_as_ptr", "serialize", "serialize_file", "_evaluate_tensors_for_save")
 #: The order of dtypes in a file: the widest first, so that all are aligned.
 _ORDER = (
@@ -27,7 +27,7 @@ _ORDER = (
 
 
 class _OnStore(dict):
-    """Tensors to be saved, some of which are on SSD. They are read when they are written."""
+    """Tensors to be saved, some on SSD. They are read when they are written."""
 
 
 @lru_cache(maxsize=1)
@@ -85,7 +85,7 @@ def _write(tensors: _OnStore, path: Path, metadata: dict[str, str] | None) -> No
 
 
 def _values(tensors: _OnStore) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value) of every tensor, those of a unit after each other: a unit is read once."""
+    """Yield (name, value) of every tensor, unit by unit, so that a unit is read once."""
 
     def unit_of(name: str) -> int:
         return locate(tensors[name])[1].tensor.unit.index if is_stand_in(tensors[name]) else -1

@@ -1,4 +1,10 @@
-"""Models out: the present parameters of a model, or of a part of one, as a Hugging Face directory, streamed."""
+"""Models out: the present parameters of a model, or of a part of one, as a Hugging Face directory, streamed.
+
+The present parameters are walked by name; each is read from the store where it has a place there, and from memory where
+it was put there after offload. So a replaced head is saved, and parameters that can no longer be reached are not. Over
+ranks all walk through the same groups of parameters, and rank 0 writes; after an error there it reads the others all
+the same, so that no rank is left waiting in a gather.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
     from memascend.ranks.group import Ranks
     from memascend.residency.tables import OffloadedTable
 
-#: Parameters that are written together, by name: those of a unit, and what lies in memory beside them.
+#: Parameters that are written together, by name: of a unit, and others of its layer that lie in memory.
 _Group = dict[str, nn.Parameter]
 
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -51,7 +57,7 @@ _INSTEAD = {
     "state_dict": "the present weights are streamed from the store; change them in the model, or leave it out",
     "push_to_hub": "save to a directory, and upload that",
     "variant": "the file is called model.safetensors; rename it",
-    "save_original_format": "the names are those of the original checkpoint",
+    "save_original_format": "the names are always the original checkpoint's",
     "distributed_checkpoint": "use memascend.save_distributed(model, None, directory)",
     "safe_serialization": "weights are written as safetensors",
 }
@@ -104,10 +110,10 @@ def save_pretrained(
     """Write a model as a Hugging Face directory: config, generation config, sharded safetensors with an index.
 
     An offloaded model, or a part of one, is streamed unit by unit, in the format and under the names of the original
-    checkpoint: what the model holds now, with modules that were replaced or added since. An ordinary Hugging Face model
+    checkpoint: as the model is now, with modules that were replaced or added since. An ordinary Hugging Face model
     saves itself. Of a model of PEFT the adapters are saved, as PEFT does. Weight files appear under their names only
-    when whole. `model.save_pretrained(out)` of an offloaded model of transformers does the same, and replaces what is
-    there, as transformers does. Here weights that `out` holds already are refused, unless `overwrite` is set.
+    when whole. `model.save_pretrained(out)` of an offloaded model of transformers does the same, and replaces earlier
+    files, as transformers does. Here weights that `out` holds already are refused, unless `overwrite` is set.
 
     Where the store is divided over ranks, every rank calls this, and rank 0 writes. An error there is raised on every
     rank.
@@ -116,7 +122,7 @@ def save_pretrained(
     so; the model stays as it is.
 
     Raises:
-        CheckpointError: the model has no such format, or a finite weight is beyond what float16 holds.
+        CheckpointError: the model has no such format, or a finite weight is beyond the range of float16.
         MemascendError: the model was closed.
         OSError: a file cannot be written, or there are weights already.
     """
@@ -193,7 +199,7 @@ def _refuse_weights(directory: Path, patterns: tuple[str, ...]) -> None:
 
 
 def saver_of(module: nn.Module) -> Callable[..., None] | None:
-    """Return what takes the place of `module.save_pretrained` while `module` is offloaded; None for what has none.
+    """Return the replacement of `module.save_pretrained` while `module` is offloaded, or None.
 
     Only models of transformers have one that the format of `save_pretrained` here is the same as. Models of PEFT save
     their adapters themselves, but want them in memory.
@@ -240,7 +246,7 @@ def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *a
 
 
 def _is_present(model: nn.Module, state: Any) -> bool:
-    """Whether a state dict is that of `model` itself, and nothing in it was changed or left out."""
+    """Return whether a state dict is the one of `model`, with nothing changed or left out."""
     if not isinstance(state, dict):
         return False
     own = model.state_dict()
@@ -248,7 +254,7 @@ def _is_present(model: nn.Module, state: Any) -> bool:
 
 
 def _show_the_same(one: Any, other: Any) -> bool:
-    """Whether two tensors are views of the same values, wherever those are."""
+    """Return whether two tensors are views of the same values, in memory or on SSD."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     if is_stand_in(one) or is_stand_in(other):
@@ -260,7 +266,7 @@ def _show_the_same(one: Any, other: Any) -> bool:
 class _Values(dict[str, Any]):
     """A state dict whose stand-ins are read when they are asked for: only adapters stay in memory."""
 
-    #: Whether what was read stays here.
+    #: Whether the values that were read stay here.
     keeps = False
 
     def __getitem__(self, name: str) -> Any:
@@ -328,7 +334,7 @@ def _written_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _groups(named: _Group) -> list[_Group]:
-    """Divide parameters into groups, none of which needs more than one unit of a store.
+    """Divide parameters into groups that need at most one unit of a store each.
 
     A conversion may need several parameters of a layer. So a parameter in memory goes with the unit that holds the
     remainder of its layer.
@@ -353,7 +359,7 @@ def _layer(name: str) -> str:
 
 
 def _values(group: _Group) -> dict[str, torch.Tensor]:
-    """Return the present values of a group; those of the store are views of one buffer."""
+    """Return the present values of a group; values from the store are views of one buffer."""
     values: dict[str, torch.Tensor] = {}
     storage: torch.Tensor | None = None
     for name, parameter in group.items():
@@ -374,9 +380,9 @@ def _write_weights(
     shards: list[list[_Group]],
     unread: Iterator[_Group],
 ) -> None:
-    """Write the safetensors files, with an index if there are several, and remove those of an earlier save.
+    """Write the safetensors files, with an index if there are several, and remove the files of an earlier save.
 
-    `unread` has the groups of all `shards`, each of which is taken as it is read.
+    `unread` has the groups of all `shards`; each is taken as it is read.
     """
     weight_map: dict[str, str] = {}
     total = 0
@@ -395,7 +401,7 @@ def _write_weights(
 
 
 def _replace_index(directory: Path, index: dict[str, Any] | None, written: set[str]) -> None:
-    """Write the index, or remove that of an earlier save, and then the weight files that are no longer in use."""
+    """Write the index, or remove an earlier one, and then remove weight files that are no longer in use."""
     if index is None:
         (directory / INDEX_NAME).unlink(missing_ok=True)
     else:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SIDE_FILE_BYTES_MAX = 64 << 20
-#: What is copied, by name: files of tokenizers, and the rest.
+#: Files that are copied, by name: of tokenizers, and others.
 _TOKENIZER = (
     *("tokenizer*.json", "added_tokens.json", "special_tokens_map.json", "chat_template*", "*.model", "*.tiktoken"),
     *("vocab*.json", "vocab*.txt", "*_vocab.json", "merges.txt", "tekken.json", "normalizer.json", "dict.txt"),
@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds the files of a tokenizer."""
+    """Return whether a directory holds the files of a tokenizer."""
     return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -57,14 +57,14 @@ def add_tokenizer(source: dict[str, Any], given: Path | None, out: Path, tell: C
     elif not _is_of(source, Path(recorded)):
         reason = f"{recorded}, which the run was made from, is gone or holds another model"
     else:
-        tell(f"the tokenizer is that of {recorded}, which the run was made from")
+        tell(f"the tokenizer comes from {recorded}, which the run was made from")
         copy_side_files(Path(recorded), out, tell)
         return
     tell(f"the tokenizer is missing: {reason}; give --tokenizer DIR, or copy its files")
 
 
 def _is_of(source: dict[str, Any], directory: Path) -> bool:
-    """Whether a directory still holds a model like that of `source`."""
+    """Return whether a directory still holds a model like the one in `source`."""
     try:
         config = read_json(directory / "config.json")
     except CheckpointError:
@@ -75,9 +75,9 @@ def _is_of(source: dict[str, Any], directory: Path) -> bool:
 def copy_side_files(model_dir: Path, out: Path, tell: Callable[[str], None], *, tokenizer: Path | None = None) -> None:
     """Copy tokenizer, generation defaults and chat template beside newly written weights; replace nothing.
 
-    Files of other names stay, those that describe quantised weights among them: the directory may be one that a
-    stranger's store named. It may also hold links to any file of the user's. Only links within it are followed, and
-    those of Hugging Face's cache.
+    Files of other names stay, also files that describe quantised weights: a stranger's store may have named the
+    directory. It may also hold links to any file of the user's. Only links within it, and within Hugging Face's cache,
+    are followed.
 
     Args:
         model_dir: where the files are.

@@ -71,7 +71,7 @@ def read_config(config_file: Path, named: Path) -> Any:
 
 
 def explained_code(error: Exception, source: Path | str) -> str | None:
-    """Return what to say of an error of transformers, if it is that `source` needs code of its own; or None."""
+    """Return a message for an error of transformers that says that `source` needs code of its own; or None."""
     if "trust_remote_code" not in str(error):
         return None
     return (
@@ -81,7 +81,7 @@ def explained_code(error: Exception, source: Path | str) -> str | None:
 
 
 def is_causal(config: Any) -> bool:
-    """Whether transformers has a causal language model for a configuration."""
+    """Return whether transformers has a causal language model for a configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return not config.is_encoder_decoder and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -92,7 +92,7 @@ def why_not_trained_causally(config: Any) -> str | None:
 
     The class that a directory names may be of another task. Encoders have a class in the mapping of causal models too,
     whose attention looks ahead unless the configuration says is_decoder; and the decoders of encoder-decoders expect
-    labels that were shifted already. tests/command/test_causal.py compares this with what the models compute.
+    labels that were shifted already. tests/command/test_causal.py compares this with the attention of the models.
     """
     import transformers
     from transformers import (
@@ -234,7 +234,7 @@ class Conversion:
     def stacked(self) -> list[list[str]] | None:
         """Return the tensors of each of a parameter's matrices, one behind the other; None where it is not made so.
 
-        So are most fused experts: expert by expert its tensors, of which each has rows of the matrix.
+        So are most fused experts: expert by expert its tensors, each with rows of the matrix.
         """
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -301,7 +301,7 @@ def revert_conversions(model: nn.Module, tensors: dict[str, torch.Tensor]) -> di
 
 
 def saves_adapters(model: nn.Module) -> bool:
-    """Whether the model's own `save_pretrained` saves its adapters: PEFT's models, and transformers' with adapters."""
+    """Return whether the model's own `save_pretrained` saves its adapters, as PEFT's and transformers' models do."""
     return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

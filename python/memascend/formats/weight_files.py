@@ -34,7 +34,7 @@ class WeightFiles:
         self.readers: list[SafetensorsReader] = []
         #: Name of a tensor as it is stored -> the file that holds it.
         self.stored: dict[str, SafetensorsReader] = {}
-        #: The tensors that are quantised, where their form is read; and what reads each tensor of the model, by name.
+        #: The quantised tensors, where their form is read; and the reader of each tensor of the model, by name.
         self.quantised: QuantisedTensors | None = None
         self.where: dict[str, SafetensorsReader | QuantisedTensors] = {}
         try:
@@ -53,14 +53,14 @@ class WeightFiles:
             raise
 
     def _add_quantised(self, quantised: QuantisedTensors) -> None:
-        """Have quantised tensors stand in the place of what they are stored as."""
+        """Replace the stored tensors by the quantised tensors that they make."""
         self.quantised = quantised
         for key in quantised.stored:
             del self.where[key]
         self.where |= dict.fromkeys(quantised.entries, quantised)
 
     def fingerprint(self) -> bytes:
-        """Return what tells these weights from others without reading all of them: the beginning of each tensor."""
+        """Return a fingerprint of these weights without reading all of them: the beginning of each tensor."""
         digest = hashlib.blake2b()
         for key in sorted(self.stored):
             entry = self.stored[key].entries[key]
@@ -73,7 +73,7 @@ class WeightFiles:
     def first_dtype(self) -> torch.dtype | None:
         """Return the dtype of the first floating-point tensor, as transformers takes it for dtype="auto".
 
-        Quantised weights have none: bfloat16 is what they are read in.
+        Quantised weights have none: they are read in bfloat16.
         """
         if self.quantised is not None:
             return torch.bfloat16
@@ -104,7 +104,7 @@ def weights_dtype(directory: Path) -> torch.dtype | None:
 
 
 def files_bytes(directory: Path) -> int | None:
-    """Return the bytes of a directory's weight files, of which nothing is read; None where it lacks one."""
+    """Return the bytes of a directory's weight files, without reading any; None where it lacks one."""
     try:
         return sum((directory / name).stat().st_size for name in _file_names(directory, None))
     except (CheckpointError, OSError):

@@ -1,4 +1,10 @@
-"""The parameters of a model that the tensors of a Hugging Face directory make."""
+"""The parameters of a model that the tensors of a Hugging Face directory make.
+
+Where transformers stacks experts, their tensors lie one behind the other in the parameter, so each is read to where it
+belongs; a transposed or interleaved parameter is made by transformers' own conversion, from all of its tensors at once.
+A rank reads only its elements, so all ranks together read a model once; as no two read the same bytes, they compare the
+beginnings of all tensors instead.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +108,7 @@ class Sources:
             del self._conversions[name]
 
     def _untie(self) -> None:
-        """Untie what the configuration ties and the files hold with different values, as transformers does."""
+        """Untie parameters that the configuration ties but the files hold with different values."""
         keys = dict(self._plain)
         for target, source in ties_of(self.model).items():
             if source not in keys and target in keys:
@@ -119,7 +125,7 @@ class Sources:
         self._expected |= dict(self.model.named_parameters(remove_duplicate=False))
 
     def _are_equal(self, name: str, first: str, second: str) -> bool:
-        """Whether two tensors of the files have the same values, in the dtype of the parameter `name`."""
+        """Return whether two tensors of the files have the same values, in the dtype of the parameter `name`."""
         keys = (first, second)
         shapes = {self.files.where[key].entries[key].shape for key in keys}
         if first == second or len(shapes) > 1:
@@ -136,7 +142,7 @@ class Sources:
         return True
 
     def _targets(self) -> set[str]:
-        """Return the names of what the files make."""
+        """Return the names of the tensors that the files make."""
         return {*self._plain, *(target for made_by in self._conversions.values() for target in made_by.targets)}
 
     def _missing(self) -> list[str]:
@@ -225,7 +231,7 @@ class Sources:
     def _located(
         self, place: Place, key: str, externals: MappingOf[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, int, Packing | None]:
-        """Return what a parameter is read from, of one tensor: a piece of `Place.sources`. Or refuse it."""
+        """Return the source of a parameter that is read from one tensor, a piece of `Place.sources`, or refuse it."""
         reader = self.files.where[key]
         entry = reader.entries[key]
         if isinstance(reader, QuantisedTensors):

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memascend.offloading.native import StorePaths
     from memascend.offloading.session import Session
+    from memascend.options import StorePaths
 
 
 def _import(name: str) -> Any:

@@ -43,7 +43,7 @@ def write_names(directory: Path, models: dict[int, tuple[Session, str | None]]) 
     this one is whole.
     """
     entries = [
-        {"index": index, "store": [str(path) for path in session.opened_with["store"]], "tag": tag}
+        {"index": index, "store": [str(path) for path in session.paths], "tag": tag}
         for index, (session, tag) in models.items()
     ]
     temporary = directory / (MANIFEST + ".tmp")

@@ -19,8 +19,8 @@ from memascend.formats.hub import download
 from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
 from memascend.offloading.api import offload_of
-from memascend.offloading.locations import REPLACE
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
+from memascend.options import OPTION_NAMES, REPLACE, OffloadOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +56,12 @@ OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
 }
 
 
+def _option(name: str, **metadata: Any) -> Any:
+    """Return a field for the option of that name, with its default and help, and `metadata` for its argument."""
+    option = OffloadOptions.__dataclass_fields__[name]
+    return field(default=option.default, metadata={"help": option.metadata["help"], **metadata})
+
+
 @dataclass
 class OffloadArguments:
     """Where the model goes, for a class that derives from `TrainingArguments`; see `memascend.offload`."""
@@ -67,26 +73,16 @@ class OffloadArguments:
         },
     )
     host_memory: str | None = field(default=None, metadata={"help": "ceiling of host memory, such as 4GiB, or auto"})
-    device_memory: str | None = field(default=None, metadata={"help": "ceiling of device memory"})
+    device_memory: str | None = _option("device_memory")
     weights_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the weights of a model given by name"})
     dequantize: bool = field(default=False, metadata={"help": "read quantised weights of a model given by name"})
-    durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
-    recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
-    activations: str | None = field(default=None, metadata={"help": "where inputs of layers wait"})
-    micro_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "sequences of per_device_train_batch_size that a layer computes at once; default all"},
-    )
+    durability: str = _option("durability")
+    recompute: bool = _option("recompute")
+    activations: str | None = _option("activations")
+    micro_batch_size: int | None = _option("micro_batch_size")
     fused_loss: bool = field(default=True, metadata={"help": "compute the loss in pieces where there is a large head"})
-    gradients: str = field(default="auto", metadata={"help": "dtype that gradients are put aside in"})
-    keep_store: Literal[True, False, "replace"] | None = field(
-        default=None,
-        metadata={
-            "help": "True keeps the store when the model is closed; replace deletes an earlier run's and begins anew",
-            "nargs": "?",
-            "const": True,
-        },
-    )
+    gradients: str = _option("gradients")
+    keep_store: Literal[True, False, "replace"] | None = _option("keep_store", nargs="?", const=True)
 
 
 @dataclass
@@ -112,33 +108,27 @@ def open_model(model: Any, args: Any, opened_as: dict[str, Any]) -> tuple[nn.Mod
     if args.store is None:
         paths = [f"{paths[0]}{args.process_index}"] if args.world_size > 1 else paths
         Path(paths[0]).mkdir(parents=True, exist_ok=True)
-    options = {
-        "host_memory": args.host_memory,
-        "device": None if device.type == "cpu" else device,
-        "device_memory": args.device_memory,
-        "recompute": args.recompute,
-        "activations": args.activations,
-        "micro_batch_size": args.micro_batch_size,
-        "durability": args.durability,
-        "keep_store": args.keep_store,
-    }
+    options = {name: getattr(args, name) for name in OffloadArguments.__dataclass_fields__ if name in OPTION_NAMES}
+    options |= {"store": paths, "device": None if device.type == "cpu" else device}
+    # A run goes on with its own.
+    begun = {"fused_loss": "auto" if options.pop("fused_loss") else False, "gradients": options.pop("gradients")}
     in_memory = model if isinstance(model, nn.Module) else None
     if args.keep_store != REPLACE and memascend.can_resume(paths):
-        resumed = memascend.resume(paths, model=in_memory, **options)
+        resumed = memascend.resume(model=in_memory, **options)
         try:
             _check_weights_of_run(args, model, resumed.model)
         except ValueError:
             offload_of(resumed.model).close(failed=True)
             raise
         return resumed.model, resumed.optimizers
-    options |= {"fused_loss": "auto" if args.fused_loss else False, "gradients": args.gradients}
+    options |= begun
     if in_memory is not None:
-        return memascend.offload(in_memory, store=paths, **options), []
+        return memascend.offload(in_memory, **options), []
     directory = model if os.path.isdir(model) else download(str(model))
     options["dequantize"] = args.dequantize
     if opened_as:
         transformers.set_seed(args.seed)  # A new head has the bits that TRL's own has.
-    return memascend.from_pretrained(directory, store=paths, **options, **opened_as, **_init_options(args)), []
+    return memascend.from_pretrained(directory, **options, **opened_as, **_init_options(args)), []
 
 
 def _init_options(args: Any) -> dict[str, Any]:
@@ -245,8 +235,8 @@ def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
         )
     fused_loss: bool | str = "auto" if args.fused_loss else False
     for name, given, recorded in (
-        ("gradients", args.gradients, session.gradients_in),
-        ("fused_loss", fused_loss, session.fused_loss),
+        ("gradients", args.gradients, session.options.gradients),
+        ("fused_loss", fused_loss, session.options.fused_loss),
     ):
         if given != recorded and not (session.membership and name == "fused_loss"):  # which ranks go without
             _log.warning("the run in the store goes on with its own %s=%r, not with %r", name, recorded, given)
@@ -284,7 +274,7 @@ def check(args: Any, session: Session, optimizers: Any) -> None:
             )
     if refusals:
         raise ValueError("; ".join(refusals))
-    if session.recompute and (args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)):
+    if session.options.recompute and (args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)):
         _log.info("activations are recomputed by memascend: gradient_checkpointing is not applied on top")
         args.gradient_checkpointing = args.activation_checkpointing = False
 

@@ -233,7 +233,7 @@ class TrainerMixin(CheckpointsMixin):
             return
         if not given:
             if self._run_found:
-                where = ", ".join(map(str, session.opened_with["store"]))
+                where = ", ".join(map(str, session.paths))
                 raise ValueError(
                     f"{where} holds a run after step {session.generations.steps}: train(resume_from_checkpoint=True) "
                     "goes on with it (--resume_from_checkpoint True of a script); keep_store='replace' (--keep_store "
@@ -286,7 +286,7 @@ class TrainerMixin(CheckpointsMixin):
         Raises ValueError where the weights are those of a run in the store, and not of the model that was given.
         """
         if self._weights_replaced and self._stored is not None:
-            where = ", ".join(map(str, self._stored.opened_with["store"]))
+            where = ", ".join(map(str, self._stored.paths))
             raise ValueError(
                 f"{where} holds a run after step {self._stored.generations.steps}, and its weights would be evaluated "
                 "instead of those of the model that was given. For the run's: give memascend.resume(store, "

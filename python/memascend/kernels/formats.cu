@@ -1,5 +1,5 @@
-// What the CUDA sources share: widths of numbers, and the formats of a gradient's elements. The sources are compiled as one
-// (launcher.source), in this order: formats.cu, overflow.cu, projection.cu.
+// Definitions shared by the CUDA sources: widths of numbers, and the formats of a gradient's elements. The sources are
+// compiled as one (launcher.source), in this order: formats.cu, overflow.cu, projection.cu.
 //
 // There are no headers: NVRTC needs none, and the tests compile these very files for the host.
 

@@ -1,4 +1,11 @@
-"""CUDA kernels of overflow checks and projections: compiled by CuPy, launched on torch's current stream."""
+"""CUDA kernels of overflow checks and projections: compiled by CuPy, launched on torch's current stream.
+
+The kernels are source (`formats.cu`, `overflow.cu` and `projection.cu`, compiled as one), so the wheel holds nothing
+per architecture. They include no header, so that `tests/kernels/cuda_on_host.cpp` can run the very source on the CPU.
+The overflow check's sums have an order of their own (256 threads to a chunk), independent of grid and alignment, which
+is not the CPU's; block sums and projections have the CPU's bits. CuPy has NVRTC flush denormals to zero, so sums and
+products in float32 are PTX instructions that do not.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +135,7 @@ def rows(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, int, int
 
 
 class Checked:
-    """What a check has launched: scalars on a device, there once the stream that the check ran on has come so far."""
+    """Results of a launched check: scalars on a device, valid once its stream has reached that point."""
 
     def __init__(self, flag: torch.Tensor, total: torch.Tensor | None, stream: torch.cuda.Stream) -> None:
         """Take a float32 flag and a float64 sum of squares (None: not summed), which `stream` will have written."""
@@ -196,7 +203,7 @@ def check(
 def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> None:
     """Launch the sums of squares of a gradient's blocks on torch's current stream, without waiting.
 
-    Each sum equals, to the bit, that of the CPU's kernels for the block (`_memascend.gradient_stats`).
+    Each sum has the bits of the CPU's kernels for the block (`_memascend.gradient_stats`).
 
     Args:
         tensor: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of any shape. Nothing is launched for
@@ -226,7 +233,7 @@ def block_sums(tensor: torch.Tensor, sums: torch.Tensor, flag: torch.Tensor) -> 
 def project(gradient: torch.Tensor, projection: Projection, numbers: torch.Tensor) -> None:
     """Launch the projection of a gradient on torch's current stream, without waiting.
 
-    What is written equals, to the bit, what the CPU's kernels make of a gradient (`ForTests.write_projected`).
+    The result has the bits of the CPU's kernels (`ForTests.write_projected`).
 
     Args:
         gradient: a contiguous float32, float16 or bfloat16 tensor of a CUDA device, of the projection's elements.

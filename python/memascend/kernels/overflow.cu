@@ -13,7 +13,7 @@ constexpr u32 THREADS = 256;
 constexpr u32 LANES = 32;
 // Vectors of 16 bytes that a thread has on their way at once.
 constexpr u32 AHEAD = 8;
-// Bits of 1.0f: the flag is a float, as torch's gradient scaler wants it, and integers are what can be or-ed.
+// Bits of 1.0f: the flag is a float, as torch's gradient scaler wants it, and is or-ed as an integer.
 constexpr u32 FOUND = 0x3F800000u;
 
 // A tensor: none is empty, and first_chunk grows from row to row.
@@ -128,7 +128,7 @@ static __device__ void check_chunks(const Row *rows, u64 row_count, u64 chunk_co
     const float factor = UNSCALE ? *unscale : 1.0f;
     for (u64 chunk = blockIdx.x; chunk < chunk_count; chunk += gridDim.x) {
         if (threadIdx.x == 0) {
-            // What is unscaled is unscaled to the end.
+            // Unscaling goes on to the end, even after an overflow.
             stop = UNSCALE ? 0 : *reinterpret_cast<volatile u32 *>(flag);
             bad = 0;
         }
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) *total = *flag ? __longlong_as_double(0x7FF8000000000000ll) : sum;
 }
 
-// The sums of squares of one gradient's blocks of CHUNK elements, to the bit those of the CPU's kernels
+// The sums of squares of one gradient's blocks of CHUNK elements, with the bits of the CPU's kernels
 // (crates/memascend-kernels/src/gradient.rs): element i of a block is added to lane i % LANES, the lanes are added
 // as a binary tree. Whether the product and the sum are fused makes no difference: the product is exact.
 //
@@ -243,7 +243,8 @@ template <class F> static __device__ double sum_lane(u64 address, u32 length, ui
             __syncthreads();
         }
     }
-    // What fills no tile, or is not aligned. Zeros, with which the CPU fills the last lanes, change nothing.
+    // The remainder that fills no tile, or is not aligned. Zeros, with which the CPU fills the last lanes, change
+    // nothing.
 #pragma unroll 16
     for (at += threadIdx.x; at < length; at += LANES) {
         const double value = widen(F::value(elements[at]));

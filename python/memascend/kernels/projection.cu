@@ -1,4 +1,4 @@
-// The projection of a matrix's gradient for APOLLO, to the bit that of the CPU's kernels
+// The projection of a matrix's gradient for APOLLO, with the bits of the CPU's kernels
 // (crates/memascend-kernels/src/apollo): three launches.
 //
 // - projection_matrix makes the random matrix, (depth, rank), every element from its index alone;
@@ -129,7 +129,7 @@ static __device__ void multiply_matrix(const MatrixGradient gradient, u64 rank, 
                 numbers[at / SIDE][at % SIDE] = matrix[(begin + at / SIDE) * rank + first + at % SIDE];
         }
         __syncthreads();
-        // What lies beyond the last element is not multiplied: even a product of 0 can change a sum, from -0 to 0.
+        // Positions beyond the last element are not multiplied: even a product of 0 can change a sum, from -0 to 0.
         for (u32 down = 0; down < deep; ++down)
 #pragma unroll
             for (u32 i = 0; i < EACH; ++i)

@@ -1,1 +1,1 @@
-"""What this machine has and leaves: drives, GPU rates, pinned memory, limits."""
+"""The resources of this machine, and their free parts: drives, GPU rates, pinned memory, limits."""

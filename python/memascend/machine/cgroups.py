@@ -20,7 +20,7 @@ def groups_above(controller: str) -> Iterator[tuple[int, Path, str]]:
     for entry in lines_of("/proc/self/cgroup"):
         _, controllers, path = entry.split(":", 2)
         if controllers == "":
-            # Beside hierarchies of the first version, that of the second has a place of its own.
+            # Beside hierarchies of the first version, the second's has a place of its own.
             version, root = 2, CGROUPS / "unified" if (CGROUPS / "unified").is_dir() else CGROUPS
         elif controller in controllers.split(","):
             # Where controllers share a hierarchy, the name of each is a link to it, except on some systems.

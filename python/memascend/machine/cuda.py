@@ -1,7 +1,12 @@
-"""The CUDA device that computes: its memory, and the order of what happens there.
+"""The CUDA device that computes: its memory, and the order of its work.
 
 The native side (`DeviceLink`) owns every stream, event and copy; PyTorch only computes, on a stream of its own. No copy
 depends on an order that is not stated, and tests run all of this on a simulated device (`tests/simulated_device.py`).
+
+While models are open, PyTorch's allocator may hold its earlier memory and their budgets (`ComputeDevice.hold`). The
+ceiling is in force before device buffers are reserved, is for all open models together, and falls with a model whatever
+else of its closing fails. Device buffers are one tensor that fills its segment of the allocator, so that no other
+tensor keeps the segment when they go.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ _log = logging.getLogger("memascend")
 
 
 class DeviceMemoryPlan(Protocol):
-    """What a device has to know of the plan of its memory (`memascend.plan.device.DevicePlan`)."""
+    """The part of a memory plan that a device reads (`memascend.plan.device.DevicePlan`)."""
 
     @property
     def budget(self) -> int:
@@ -60,7 +65,7 @@ class ComputeDevice:
 
     @property
     def identity(self) -> str:
-        """Identifies the device among those of all machines."""
+        """Identifies the device among all machines."""
         return str(torch.cuda.get_device_properties(self.torch_device).uuid)
 
     @property
@@ -141,7 +146,7 @@ class ComputeDevice:
         return torch.cuda.get_rng_state(self.torch_device)
 
     def set_random_state(self, state: torch.Tensor | None) -> None:
-        """Restore the device's random numbers to what `random_state` returned."""
+        """Restore the device's random numbers to a result of `random_state`."""
         if state is not None:
             torch.cuda.set_rng_state(state, self.torch_device)
 
@@ -165,7 +170,7 @@ class ComputeDevice:
     # ---- order ------------------------------------------------------------------------------------------
 
     def record(self, stream: int | None = None) -> CudaEvent:
-        """Return an event for the end of what PyTorch computes so far, on its current stream or on `stream`."""
+        """Return an event for the end of PyTorch's work so far, on its current stream or on `stream`."""
         assert self.link is not None
         return self.link.record(self.stream() if stream is None else stream)
 
@@ -191,7 +196,7 @@ def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDev
     """Return the device of that name, or None for the CPU; a `ComputeDevice` is returned as it is.
 
     Raises:
-        DeviceError: there is no such device, or it cannot be used here; the message says what would help.
+        DeviceError: there is no such device, or it cannot be used here; the message has the remedy.
         ValueError: it is neither the CPU nor a CUDA device.
     """
     if device is None or isinstance(device, ComputeDevice):
@@ -204,7 +209,7 @@ def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDev
         return None
     if named.type != "cuda":
         raise ValueError(f"device {device} is not supported: use 'cuda', 'cuda:0' (any number) or 'cpu'")
-    devices = cuda_device_count()  # says what is missing: library, driver, device
+    devices = cuda_device_count()  # names the missing part: library, driver, device
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = "is built without CUDA" if built is None else f"for CUDA {built} finds no device that it can use"
@@ -267,7 +272,7 @@ def explained(plan: DeviceMemoryPlan | None) -> Iterator[None]:
 
 
 def out_of_memory(plan: DeviceMemoryPlan) -> str:
-    """Return the plan and what would lower the memory that is needed, for an error of PyTorch's allocator."""
+    """Return the plan and ways to need less memory, for an error of PyTorch's allocator."""
     return (
         f"memascend's plan of the device's memory, of which {format_size(plan.budget)} may be used:\n{plan.table()}\n"
         "What would help: a smaller batch or shorter sequences (with gradient accumulation the result is the same); "

@@ -24,7 +24,7 @@ Location = str | os.PathLike[str]
 
 #: Filesystems that hold their files in memory.
 IN_MEMORY = ("tmpfs", "ramfs")
-#: What one step reads of a hundred bytes that it moves.
+#: Bytes that a step reads, of a hundred that it moves.
 STEP_READ_PERCENT = 55
 #: Bytes and requests in flight of the large workloads, and requests of the small one.
 LARGE, LARGE_DEPTH, SMALL, SMALL_DEPTH = 1 << 20, 32, 4096, 64
@@ -57,7 +57,7 @@ def remembered_in() -> Path:
 
 
 def is_device(location: Location) -> bool:
-    """Whether a location is a raw block device, by its path or as `UUID=...`."""
+    """Return whether a location is a raw block device, by its path or as `UUID=...`."""
     if os.fspath(location).startswith("UUID="):
         return True
     try:
@@ -89,7 +89,7 @@ def identity(location: Location) -> str | None:
 
 
 def mounted(path: Path) -> tuple[str, str] | None:
-    """Return type and source of the filesystem of a path: those of the last mount on the nearest mount point above it.
+    """Return type and source of a path's filesystem: of the last mount on the nearest mount point above it.
 
     Device numbers do not identify it: Btrfs shows other numbers to stat than in the list of mounts.
     """
@@ -104,7 +104,7 @@ def mounted(path: Path) -> tuple[str, str] | None:
 
 
 def notices_of(locations: Sequence[Location]) -> list[str]:
-    """Return what is to be said of each location of a store that is in memory and not on a drive."""
+    """Return a notice for each location of a store that is in memory and not on a drive."""
     notices = []
     for location in locations:
         with contextlib.suppress(OSError):
@@ -305,7 +305,7 @@ def save(path: Path, measurements: dict[str, Any]) -> Path:
 
 
 def rate_of(measured: dict[str, Any]) -> float:
-    """Bytes per second of the mix that a training step makes."""
+    """Return the bytes per second of the mix that a training step makes."""
     return float(measured["workloads"]["mix"]["bytes_per_second"])
 
 
@@ -349,7 +349,7 @@ def store_options(locations: Sequence[Location]) -> tuple[dict[str, Any], str | 
 def busiest_share(locations: Sequence[Location]) -> float:
     """Return the part (of 1) of a store's bytes that lies on the one of these drives that has the most.
 
-    Shares are those of a new store: by the rates that were measured, else equal. Locations on one drive add up.
+    Shares are as in a new store: by the measured rates, else equal. Locations on one drive add up.
     """
     names = [identity(location) or os.fspath(location) for location in locations]
     rates = store_options(locations)[0].get("rates", [1.0] * len(names))

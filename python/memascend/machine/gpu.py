@@ -35,13 +35,13 @@ BATCH = 8
 #: Bytes of each of the two arrays that a copy in host memory goes between: more than any cache
 #: holds.
 HOST_BYTES = 512 << 20
-#: Elements of an update that is timed: more bytes than most caches hold. What AdamW moves for each of bfloat16 weights:
-#: weight, low half and two moments read and written, and the gradient read.
+#: Elements of an update that is timed: more bytes than most caches hold. Bytes that AdamW moves for each bfloat16
+#: weight: weight, low half and two moments read and written, and the gradient read.
 UPDATE_ELEMENTS, UPDATE_BYTES = 1 << 22, 2 * (2 + 2 + 4 + 4) + 2
 #: Kinds of page-locked memory that are compared. By how much copies have to be faster from memory of CUDA's own than
 #: from memory in huge pages that is registered with CUDA, from which drives move more bytes a second.
 PINNED_KINDS, PINNED_GAIN = ("registered", "cuda"), 1.1
-#: What each rate is of, and the option that gives it.
+#: The resource of each rate, and the option that gives it.
 NAMES = {
     "flops": ("the GPU's arithmetic", "--flops"),
     "h2d": ("copies to the GPU", "--pcie"),
@@ -124,7 +124,7 @@ def _finish(device: torch.device) -> None:
 
 
 def measure_host_memory(*, size: int = HOST_BYTES, seconds: float = 1.0) -> float:
-    """Bytes per second, read and written together, of copies of `size` bytes by PyTorch's threads.
+    """Return the bytes per second, read and written together, of copies of `size` bytes by PyTorch's threads.
 
     This is the Copy of McCalpin's STREAM: the read of a cache line before it is written to is not counted.
     """
@@ -149,7 +149,7 @@ def measure_update(threads: int, *, seconds: float = 0.3) -> Rate:
 
 
 def _per_second(work: Callable[[], Any], seconds: float, finish: Callable[[], None] = lambda: None) -> float:
-    """Return how often per second `work` completes when it is repeated; `finish` waits for what was started."""
+    """Return how often per second `work` completes when it is repeated; `finish` waits for its end."""
     work()
     finish()
     began, done = time.perf_counter(), 0
@@ -184,7 +184,7 @@ def remembered_in() -> Path:
 
 
 def remember(measured: dict[str, Any]) -> Path:
-    """Save what `measure_gpu` returned, in place of the last measurement, and return the file."""
+    """Save the result of `measure_gpu`, in place of the last measurement, and return the file."""
     return drives.save(remembered_in(), {**measured, "measured": drives.now()})
 
 
@@ -228,16 +228,16 @@ def rate_of_drives(given: float | None, stores: Sequence[Location]) -> Rate | No
 def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Location] = ()) -> dict[str, Rate]:
     """Return the rates that a step passes through, by the keys of `NAMES`.
 
-    A given rate comes before a measured one. Host memory is measured now if it was not measured before. The drives are
-    those of `stores`, or the only one that was measured.
+    A given rate comes before a measured one. Host memory is measured now if it was not measured before. The drives
+    belong to `stores`, or are the only one that was measured.
 
     Args:
-        dtype: "bfloat16" or "float32", that of the products.
+        dtype: "bfloat16" or "float32", of the products.
         given: rates by the keys of `NAMES`; None where there is none.
         stores: directories or devices of the store.
 
     Raises:
-        UnmeasuredError: a rate is not known; the message says what to run.
+        UnmeasuredError: a rate is not known; the message says how to measure it.
     """
     rates = {name: Rate(value, "given") for name, value in given.items() if value is not None}
     measured = _remembered()

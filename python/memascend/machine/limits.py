@@ -13,10 +13,10 @@ from memascend.machine.cgroups import groups_above, lines_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: What a budget that follows the machine leaves alone, as a share of a limit, and at most. Of the machine: what other
-#: programs take while a step lasts. Tools that kill before the kernel does (earlyoom) act below a tenth, too.
+#: Reserve of a budget that follows the machine, as a share of a limit, and at most. Of the machine: growth of other
+#: programs while a step lasts. Tools that kill before the kernel does (earlyoom) act below a tenth, too.
 SYSTEM_RESERVE, SYSTEM_RESERVE_BYTES = 1 / 10, 8 << 30
-#: Of a cgroup: page tables, sockets and other memory of the kernel's, and what Python and PyTorch gain from one step to
+#: Of a cgroup: page tables, sockets and other memory of the kernel's, and growth of Python and PyTorch from one step to
 #: the next. Only processes of the group can take it, so it is less.
 GROUP_RESERVE, GROUP_RESERVE_BYTES = 1 / 16, 1 << 30
 
@@ -62,7 +62,7 @@ def available_memory() -> tuple[int, str]:
 
 
 def memory_bounds() -> list[Bound]:
-    """Return what bounds the memory that this process can still take, each with the reserve that it should leave.
+    """Return the bounds of the memory that this process can still take, each with its reserve.
 
     As in `available_memory`, but soft limits (memory.high, and memory.soft_limit_in_bytes of version 1) are limits, and
     the page cache of a cgroup is free only as far as it is neither mapped, as the code of libraries is, nor waits to be
@@ -77,7 +77,7 @@ def memory_bounds() -> list[Bound]:
         cache -= sum(map(counter, ("file_mapped", "mapped_file", "file_dirty", "dirty", "file_writeback", "writeback")))
         names = group.limits if group.soft_limit is None else (*group.limits, group.soft_limit)
         for limit, left, why in _lefts(group, names):
-            # Without a limit the group leaves what the system leaves.
+            # Without a limit the group leaves as much as the system.
             if limit <= total:
                 bounds.append(Bound(left + max(0, cache), group_reserve(limit), why))
     for limit, left, why in _rlimits((resource.RLIMIT_DATA,)):
@@ -181,6 +181,6 @@ def _lefts(group: _Group, names: tuple[str, ...]) -> Iterator[tuple[int, int, st
 def _counters(group: _Group) -> Callable[[str], int]:
     """Return a function that gives a counter of a cgroup, with the groups within it, by name; 0 for an unknown one."""
     counters = dict(line.split(maxsplit=1) for line in lines_of(group.directory / "memory.stat"))
-    # Those of the first version count the group alone, and have others for the whole.
+    # Files of the first version count the group alone, and others count its subtree.
     prefix = "total_" if any(name.startswith("total_") for name in counters) else ""
     return lambda name: int(counters.get(prefix + name, 0))

@@ -36,7 +36,7 @@ def empty_pinned(
         huge_pages: ask for transparent huge pages, from 2 MiB on; CUDA ("cuda") chooses its own.
 
     Raises:
-        HostMemoryError: CUDA or the system refused; the message says what to do.
+        HostMemoryError: CUDA or the system refused; the message has the remedy.
         ValueError: an unknown allocator.
     """
     shape = torch.Size([shape] if isinstance(shape, int) else shape)

@@ -1,6 +1,6 @@
 """Signs that memory is short: the time that threads were stalled for it, and how much more a step took than its start.
 
-Both are about moments between two looks, of which the memory that is left at the second look tells nothing.
+Both cover moments between two looks, which the free memory at the second look does not show.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Stalls:
     def share(self) -> float:
         """Return the share of the time since the last call, 0 to 1, in which some thread of this process's was stalled.
 
-        Threads of its cgroup are meant. Where the kernel does not count those apart (version 1 of cgroups), they are
-        those of the machine, and count only while the machine itself has little left: others may have reached limits of
-        their own, which nothing that this process gives back would change. Without PSI, all of the time counts in which
+        Threads of its cgroup are meant. Where the kernel does not count those apart (version 1 of cgroups), the
+        machine's threads are meant, and count only while the machine itself has little left: others may have reached
+        limits of their own, which memory given back here would not change. Without PSI, all of the time counts in which
         the kernel throttled the cgroup (the event `high` in memory.events). 0 where neither is known.
         """
         moment, stalled, throttled = self._last
@@ -65,7 +65,7 @@ def _stalled(file: Path) -> float | None:
 
 
 class Growth:
-    """How far the memory of this process rises within a pass above what it was at its beginning.
+    """How far the memory of this process rises within a pass above its beginning.
 
     A thread samples it, since the kernel's own high-water mark cannot be reset without taking it from other readers. A
     new high-water mark of the process counts too.

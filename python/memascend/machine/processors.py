@@ -16,15 +16,15 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What this process may compute on."""
+    """The processors that this process may compute on."""
 
-    #: Processors in its affinity mask, which has those of its cpuset cgroup at the most.
+    #: Processors in its affinity mask, a subset of its cpuset cgroup's.
     logical: int
     #: Cores that these belong to: two processors of a core (SMT) share its arithmetic units.
     physical: int
     #: Processors' worth of time that cgroups let it have, as 2.5; None without a quota.
     quota: float | None = None
-    #: What sets the quota.
+    #: The cgroup that sets the quota.
     quota_of: str = ""
     #: Whether the mask has every processor of the machine.
     whole: bool = True
@@ -43,7 +43,7 @@ class Processors:
         return count if self.quota is None else max(1, min(count, int(self.quota)))
 
     def text(self) -> str:
-        """Say what there is in a line."""
+        """Describe the processors in a line."""
         text = f"{self.logical} processors for this process"
         if self.physical != self.logical:
             text += f" on {self.physical} cores"
@@ -57,7 +57,7 @@ class Processors:
 
 
 def processors() -> Processors:
-    """Return what this process may compute on now. Its mask and its cgroups may change while it runs."""
+    """Return the processors that this process may compute on now. Its mask and its cgroups may change while it runs."""
     allowed = os.sched_getaffinity(0)
     quotas = sorted(_quotas())
     quota, quota_of = quotas[0] if quotas else (None, "")
@@ -69,7 +69,7 @@ def processors() -> Processors:
 
 @cache
 def _core_of(number: int, described: Path) -> str:
-    """Return what names the core of a processor: the list of those that share it; its own number where none is told."""
+    """Return the core of a processor, as the list of processors that share it, or its own number if unknown."""
     lines = lines_of(described / f"cpu{number}/topology/thread_siblings_list")
     return lines[0] if lines else str(number)
 

@@ -1,4 +1,8 @@
-"""Which dtypes the processor computes in: the rate of its matrix products in each, measured."""
+"""Which dtypes the processor computes in: the rate of its matrix products in each, measured.
+
+A processor is measured, not named: without instructions for bfloat16, PyTorch multiplies it 2.6 (AVX-512) to 31 (AVX2)
+times slower than float32. `--dtype auto` goes by the measurement; a resumed run keeps its dtype.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def is_slow(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies float32 faster than `dtype`, as without instructions for it."""
+    """Return whether the processor multiplies float32 faster than `dtype`, as without instructions for it."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     half, single = product_rates(dtype)

@@ -1,6 +1,6 @@
-"""What PyTorch's allocator takes of a device: whole segments, of which tensors get pieces, and workspaces of cuBLAS.
+"""Device memory of PyTorch's allocator: whole segments, cut into pieces for tensors, and workspaces of cuBLAS.
 
-The constants are those of PyTorch 2.8 to 2.13 (`c10/core/AllocatorConfig.h`, `ATen/cuda/CublasHandlePool.cpp`) without
+The constants are from PyTorch 2.8 to 2.13 (`c10/core/AllocatorConfig.h`, `ATen/cuda/CublasHandlePool.cpp`) without
 options in `PYTORCH_CUDA_ALLOC_CONF`. The allocator gives a segment back only once no tensor has a piece of it.
 """
 
@@ -21,12 +21,12 @@ OWN_FROM_BYTES, LARGE_SEGMENT_BYTES = 10 * MIB, 20 * MIB
 OWN_SEGMENT_BYTES = 2 * MIB
 #: Threads that multiply matrices, each with workspaces of its own: the one that computes forward, and autograd's.
 MULTIPLYING_THREADS = 2
-#: What cuBLAS gets to work in: 32 MiB on Hopper and Blackwell, 2 x 4 MiB and 8 x 16 KiB on others; cuBLASLt.
+#: Workspaces of cuBLAS: 32 MiB on Hopper and Blackwell, 2 x 4 MiB and 8 x 16 KiB on others; cuBLASLt.
 CUBLAS_BYTES_OF_NEW, CUBLAS_BYTES = 32 * MIB, 8 * MIB + 128 * KIB
 CUBLASLT_BYTES = MIB
 #: Major numbers of the compute capabilities of Hopper and Blackwell.
 NEW_CAPABILITIES = (9, 10, 12)
-#: Segments of either size of which a rest is of no use to a tensor that is wanted: those that are begun.
+#: Begun segments of either size, whose remainder may not fit a wanted tensor.
 SMALL_BEGUN, LARGE_BEGUN = 2, 2
 
 
@@ -40,7 +40,7 @@ class Segments:
 
     @staticmethod
     def of(capability_major: int | None = None) -> Segments:
-        """Return those of a device by the major number of its compute capability; of the largest, if it is not known.
+        """Return a device's segments by the major number of its compute capability; the largest, if unknown.
 
         The environment variables that change the workspaces (CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE) count.
         """
@@ -60,7 +60,7 @@ class Segments:
 
     @property
     def begun_bytes(self) -> int:
-        """Bytes of segments that are begun: what tensors of other sizes leave of them serves no tensor."""
+        """Bytes of begun segments: remainders beside tensors of other sizes serve no tensor."""
         return SMALL_BEGUN * SMALL_SEGMENT_BYTES + LARGE_BEGUN * LARGE_SEGMENT_BYTES
 
 

@@ -1,6 +1,9 @@
 """How many threads work at once, chosen together from the processors that this process really has.
 
 `MEMASCEND_THREADS` sets any of them in one place, as "torch=8,update=4,waits=yield".
+
+Where a device computes, three quarters of the processors update, since nothing else computes there for long. Where the
+CPU computes, an update takes time from the threads that a loop's end waits for, so a quarter of the cores update.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ VARIABLE = "MEMASCEND_THREADS"
 UPDATE_SHARE_BESIDE_DEVICE, UPDATE_SHARE = 3 / 4, 1 / 4
 #: How PyTorch's threads wait for each other: see `memascend.machine.waits`.
 WAITS = ("auto", "spin", "yield")
-#: What has OpenMP start other numbers of threads than there are processors.
+#: Variables that have OpenMP start other numbers of threads than there are processors.
 _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `MEMASCEND_THREADS` says: numbers of threads, None for what is chosen, and one of `WAITS`."""
+    """The settings in `MEMASCEND_THREADS`: numbers of threads, None for automatic ones, and one of `WAITS`."""
 
     torch: int | None = None
     update: int | None = None
@@ -35,7 +38,7 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Return what `MEMASCEND_THREADS` says now. Raises DataError, a ValueError, where that has another form."""
+    """Return the settings in `MEMASCEND_THREADS`. Raises DataError, a ValueError, where that has another form."""
     chosen: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         name, _, value = part.partition("=")
@@ -52,7 +55,7 @@ def settings() -> Settings:
 
 
 def update_threads(beside_device: bool, given: int | None = None) -> int:
-    """Return how many threads update weights: those `given` as an option, or in the environment, else what is chosen.
+    """Return how many threads update weights: as `given` by an option or the environment, else chosen.
 
     Neither changes a bit. Raises ValueError for less than one, DataError as `settings` does.
     """

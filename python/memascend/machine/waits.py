@@ -5,6 +5,13 @@ Beside other programs a thread that waits spins away the time that the one it wa
 OMP_WAIT_POLICY and GOMP_SPINCOUNT when it is loaded, so that a library imported beside PyTorch comes too late to set
 them; but it spins for 100 rounds only while the process has more OpenMP threads than processors (libgomp's manual,
 GOMP_SPINCOUNT). `Crowd` makes it so, with threads that sleep, and ends it.
+
+The number of PyTorch's threads never changes while a program runs, since it changes bits: with 3 threads a float32
+product of 1,000 rows differs from that of one. How long a thread spins changes none. When to change is decided by the
+time that others take of the processors (/proc/stat, steal included, less this process's own), since the kernel's
+pressure figures (PSI) count this process's own threads that wait for each other. LLVM's and Intel's OpenMP do not count
+threads so; their `kmp_set_blocktime` is of the calling thread alone, so there a variable is left to the user, as
+`memascend doctor` says.
 """
 
 from __future__ import annotations
@@ -29,11 +36,12 @@ if TYPE_CHECKING:
 
 #: How often the machine is looked at, and for how long it has to be quiet before threads spin again.
 LOOK_SECONDS, QUIET_SECONDS = 0.5, 3.0
-#: What others may take of the processors before their time counts: the kernel's own threads, and errors of the clocks.
+#: Share of the processors that others may take before their time counts: the kernel's own threads, and errors of the
+#: clocks.
 LITTLE = 0.25
 #: With these set, the user has decided.
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-#: Elements of a sum of which PyTorch gives each thread a part.
+#: Elements of a sum that PyTorch divides among its threads.
 _ELEMENTS = 1 << 17
 
 
@@ -52,7 +60,7 @@ def library() -> Path | None:
 
 
 def is_gnu(file: Path | None) -> bool:
-    """Whether an OpenMP is GNU's."""
+    """Return whether an OpenMP is GNU's."""
     return file is not None and file.name.startswith("libgomp")
 
 
@@ -92,7 +100,7 @@ class Crowd:
 
     def _hold(self) -> None:
         openmp = ctypes.CDLL(None)
-        # Any function does for what the team is to call: the team is what stays.
+        # The team may call any function: only the team has to stay.
         function = ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p)
         parallel = openmp.GOMP_parallel
         parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
@@ -102,7 +110,7 @@ class Crowd:
 
 
 class Waits:
-    """Chooses how PyTorch's threads wait, from what others use of the processors, while anything is open."""
+    """Chooses how PyTorch's threads wait, by the use of the processors by others, while anything is open."""
 
     def __init__(self, mode: str, neighbours: Neighbours | None = None) -> None:
         """Choose by `mode`, one of `threads.WAITS`."""
@@ -169,7 +177,7 @@ def _choose(waits: Waits, wanted: Callable[[], bool]) -> None:
 
 
 def set_by_user() -> list[str]:
-    """Return what the user has set of `VARIABLES`, as "NAME=value"."""
+    """Return the `VARIABLES` that the user has set, as "NAME=value"."""
     return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
 
 

@@ -147,7 +147,7 @@ class InputStash:
     """Copies the inputs of recomputed units out, each tensor once, however many units it is passed to."""
 
     def __init__(self, runtime: Runtime, policy: str, timeline: Timeline, device: ComputeDevice | None = None) -> None:
-        """Copy inputs on `device` into `runtime`, by the `policy` of that name in `common.choices.POLICIES`."""
+        """Copy inputs on `device` into `runtime`, by a `policy` of `memascend.options.POLICIES`."""
         self.runtime = runtime
         self.policy = policy
         self.timeline = timeline

@@ -6,6 +6,8 @@ only where they show the same values, whatever is in memory meanwhile.
 
 An address of the tensor itself (`data_ptr`) is read at by some callers: kernels, ctypes. So it is answered to the
 modules in `_COMPARING` alone, which compare addresses. Others are refused.
+
+safetensors, which reads at addresses, is met by name (`formats.safetensors_library`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch.nn.parameter import UninitializedParameter
 
@@ -12,22 +13,20 @@ from memascend.errors import MemascendError, closed_error
 from memascend.layout.division import divide
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
-from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
-from memascend.offloading.computing import Computing
-from memascend.offloading.locations import paths_of
+from memascend.offloading.opening import open_session, opening
 from memascend.offloading.places import place_of
 from memascend.offloading.rank_hooks import hooks_for
-from memascend.offloading.session import Session
-from memascend.plan.automatic import plan_for
-from memascend.ranks.group import Ranks
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memascend.layout.units import Place
-    from memascend.offloading.locations import RankLocations
+    from memascend.layout.units import Place, Unit
+    from memascend.offloading.computing import Computing
+    from memascend.offloading.session import Session
+    from memascend.options import Activations, Gradients, RankLocations, Tuning, Update
+    from memascend.ranks.group import Ranks
 
 
 def find_offload(model: nn.Module) -> Session | None:
@@ -157,21 +156,21 @@ def offload(
     model: nn.Module,
     *,
     store: RankLocations,
-    host_memory: str | int,
+    host_memory: str | int | None,
     host_memory_max: str | int | None = None,
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     recompute: bool = True,
-    activations: str | None = None,
+    activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
-    fused_loss: bool | str = "auto",
-    gradients: str = "auto",
-    update: str = "forward",
+    fused_loss: bool | Literal["auto"] = "auto",
+    gradients: Gradients = "auto",
+    update: Update = "forward",
     durability: str = "auto",
-    keep_store: bool | str | None = None,
+    keep_store: bool | Literal["replace"] | None = None,
     process_group: Any = None,
-    **options: Any,
+    **options: Unpack[Tuning],
 ) -> nn.Module:
     """Move the parameters of a model from memory to SSD, in place, and return the model.
 
@@ -181,72 +180,30 @@ def offload(
 
     Args:
         model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
-        store: a directory, or a raw block device formatted by `memascend format` (its path or "UUID=..."). Several on
-            different drives are striped: evenly, or by the rates that `memascend bench` has measured. "{rank}" in a
-            path stands for the number of the process in its group, 0 in a program by itself. Over ranks a list of lists
-            has an entry for each rank, as [["/nvme0"], ["/nvme1"]], and several locations beside each other, one of
-            them with "{rank}", are volumes of each rank.
-        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB". "auto" follows what the
-            machine and its memory cgroups leave, from pass to pass: it leaves room for what a step takes beside it, and
-            for other programs, gives back when memory gets short, and takes more when there is more. No bit changes.
-        host_memory_max: the most that `memascend.set_host_memory` may make of it later, or that "auto" takes. None
-            keeps a size as it is; with "auto" it is what the model can use, or the machine has.
-        device: where the model computes: "cuda", "cuda:1", or the CPU (None). Weights are copied to the device as they
-            are needed. The model's buffers stay on the device, and inputs on the CPU are copied there.
-        device_memory: ceiling of device memory, as `host_memory`. It counts what memascend and PyTorch allocate there,
-            not CUDA's own context (0.3 to 0.6 GiB). None is what is free. `memascend.set_device_memory` changes it.
+        store: a directory or a raw block device, or several: `"/nvme/run1"`, `["/nvme0/run1", "/nvme1/run1"]`. "{rank}"
+            in a path stands for the number of the process.
+        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB"; "auto" follows what the
+            machine leaves. None is the least that works.
+        host_memory_max: the most that `memascend.set_host_memory` may make of it later, or that "auto" takes.
+        device: where the model computes: "cuda", "cuda:1", or the CPU (None).
+        device_memory: ceiling of device memory; None is what is free.
         recompute: recompute the activations of the repeated layers in the backward pass.
-        activations: where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory as far
-            as `host_memory` has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and
-            "recompute" on a device.
-        batch_tokens: tokens of a batch (sequences x length), from which the plan estimates activations. A device that
-            is too small for them is refused before anything starts. With `micro_batch_size` both as a pair,
-            (sequences, length): from one number the plan cannot tell what a micro-batch has.
-        micro_batch_size: sequences that a repeated layer computes at once, of a batch that the model is called with as
-            a whole. Each layer takes all these slices of the batch while its weights are in memory, in the forward pass
-            and in the backward pass, and their gradients are added up before they are put aside: a step moves the bytes
-            of one micro-batch's, and of each layer holds the activations of one. The bits are those of
-            `memascend.run_in_slices` of the model in memory. The embedding, the last norm and the loss take the whole
-            batch. A layer whose rows depend on each other (batch norm), and one with a key-value cache that was asked
-            for, runs on the whole batch, and a notice says so. None is the whole batch everywhere.
-        fused_loss: compute the loss in pieces, so that neither the head's weights nor the logits are ever whole
-            (`memascend.linear_cross_entropy`, which says what differs: roundings of float32). "auto" does so for
-            a head of 16 MiB and more that `get_output_embeddings` of a model of transformers names, or that is tied to
-            an embedding. True takes large linear layers of other models for heads, too. False computes as PyTorch does,
-            bit for bit, with the head whole in memory.
-        gradients: the dtype that gradients are put aside in until the update. "auto" is that of the weight. "bfloat16"
-            halves the memory and the SSD traffic of float32 weights' gradients, on the CPU, and changes bits: what is
-            put aside is rounded to the nearest, ties to even. Each further backward pass adds in float32 to what was
-            put aside, and rounds the sum. The update computes in float32 from the rounded values. `parameter.grad`
-            shows them, and clipping and the overflow check see them: what rounds to infinity (from 3.396e38 on) is not
-            finite. Gradients of bfloat16 weights are so anyway; float16 weights are refused.
-        update: when weights are updated, of which the bits are the same either way. "forward": on the way into the next
-            forward pass. "backward": in the backward pass, as soon as a gradient is made, which spares the SSD the
-            gradients (4 of 30 bytes a parameter) and holds two of them in memory instead; those of a device are applied
-            piece by piece as they arrive in host memory. It is for programs in which
-            `optimizer.step()` follows each backward pass and nothing asks for gradients in between: from the second
-            step on, no clipping, scaler, accumulation or other use of a gradient may begin, nor may options of the
-            optimizer change between `backward()` and `step()`; what does is refused with an error that says so. A
-            gradient that the program has clipped, read or added to in the first step waits for `step()` as with
-            "forward", and so do small tensors and vocabularies that are read by blocks. With nonfinite="propagate".
-        durability: "step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever
-            stopped the run. This takes space for a second copy of weights and states, and no additional traffic.
-            "every:N" makes every N-th step durable. "none" updates in place. "auto" is "step" where the volumes have
-            the space, else "none".
-        keep_store: True leaves the store's files in place on `close`, for a later `resume`. None removes them, except
-            after an exception and where there are checkpoints. A program that ends without `close` leaves its last
-            step, or, ended by an exception, its last durable one. False removes them always.
-            "replace" is None, and first deletes the store of an earlier run that is there, which is refused otherwise.
-        process_group: the ranks that the store is divided over: a group of torch.distributed, or a DeviceMesh of one
-            dimension. None is the group that is initialised, if any; a group of this process alone divides nothing.
-            It has a backend for CPU tensors ("gloo", "cpu:gloo,cuda:nccl"), also where each rank computes on a device
-            of its own. Over ranks "auto" means False for `fused_loss` and "step" for `durability`, and options that are
-            not done yet are refused.
-        options: `engine` ("auto", "ring", "threads"), `direct` (bool), `rates` (bytes per second of each volume, which
-            decide its share), `depth` (transfers in flight on each volume), `io_poll`, `sq_poll` (bool, see `memascend
-            bench`), `checksums` (bool: check everything that is read), `allocator` ("auto", "cuda", "registered",
-            "locked", "pageable"), `huge_pages` (bool, default True: in pages of 2 MiB), `compute_threads` (int: threads
-            that update weights; by default they follow the processors, see `MEMASCEND_THREADS` in the documentation).
+        activations: where the inputs of recomputed layers wait: "recompute" (in place), "host" or "ssd".
+        batch_tokens: tokens of a batch, or (sequences, length), from which the plan estimates activations.
+        micro_batch_size: sequences that a repeated layer computes at once, while its weights are in memory.
+        fused_loss: compute the loss in pieces, without the whole head or logits; "auto" does so for large heads.
+        gradients: the dtype that gradients are put aside in: "auto" (the weight's) or "bfloat16".
+        update: when weights are updated: on the way into the next "forward" pass, or in the "backward" pass.
+        durability: which optimizer steps `memascend.resume` can go on from: "step" (every one), "every:N", "none", or
+            "auto": "step" where the volumes have the space, else "none".
+        keep_store: True leaves the store's files in place on `close`, False removes them always, None after a run
+            without an error. "replace" first deletes the store of an earlier run.
+        process_group: the ranks that the store is divided over; None is the group of torch.distributed, if any.
+        options: `engine`, `direct`, `rates`, `depth`, `io_poll`, `sq_poll`, `checksums`, `allocator`, `huge_pages` and
+            `compute_threads`: how bytes move, by default as the machine and `memascend bench` say.
+
+    `memascend.options.OffloadOptions` says of each option what it costs, its default and its limits, and
+    `memascend.options.Tuning` of those in `options`.
 
     Raises:
         BudgetError: `host_memory` or `device_memory` is too small; `smallest_bytes` and the message say what would do.
@@ -254,58 +211,15 @@ def offload(
         PinnedMemoryError: the system pins less memory than the smallest plan takes.
         StoreError: a volume cannot be used, is in use, or lacks space.
         RankError: the ranks do different things, or one of them does not answer.
-        ValueError: a dtype or device that cannot be trained, or trained parameters that share memory but are not tied.
+        TypeError: an option that there is none of.
+        ValueError: a value that an option does not have, a dtype or device that cannot be trained, or trained
+            parameters that share memory but are not tied.
     """
+    keywords = locals()
     _check_not_offloaded(model)
-    ranks, paths = Ranks.of(process_group), paths_of(store, process_group)
-    if ranks is not None:
-        durability = over_ranks.check_options(
-            host_memory=host_memory,
-            host_memory_max=host_memory_max,
-            fused_loss=fused_loss,
-            gradients=gradients,
-            update=update,
-            durability=durability,
-            store=paths,
-        )
-        fused_loss = False
-    with over_ranks.telling(ranks):
-        computing = Computing.of(
-            device,
-            device_memory,
-            recompute,
-            activations,
-            batch_tokens,
-            fused_loss,
-            gradients,
-            update,
-            micro_batch_size,
-        )
-        if ranks is not None:
-            over_ranks.compare_devices(ranks, computing)
-        _check_parameters(model, computing.torch_device)
-        # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
-        pieces = fused_loss if ranks is None else None
-        units = partition(model, computing.torch_device, pieces, gradients, computing.uploads)
-        if ranks is not None:
-            over_ranks.compare_layout(ranks, units)
-            divide(units, ranks.rank, ranks.size)
-        on_device = computing.device is not None
-        threads = update_threads(on_device, options.get("compute_threads"))
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update, on_device, threads)
-        session = Session(
-            model,
-            units,
-            plan,
-            paths,
-            computing=computing,
-            keep_store=keep_store,
-            durability=durability,
-            source=source_of(model),
-            options=options,
-            automatic=automatic,
-            membership=None if ranks is None else over_ranks.join(ranks),
-        )
+    with opening(offload, keywords) as (chosen, ranks):
+        units_of = partial(_divide, model, ranks=ranks)
+        session = open_session(model, chosen, ranks, units_of, partial(source_of, model))
         try:
             if ranks is None:
                 session.fill(_read_parameter, None)
@@ -318,3 +232,15 @@ def offload(
             session.discard()
             raise
     return model
+
+
+def _divide(model: nn.Module, computing: Computing, ranks: Ranks | None) -> list[Unit]:
+    """Divide the model into units, and those into the shares of `ranks`."""
+    _check_parameters(model, computing.torch_device)
+    # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
+    pieces = computing.options.fused_loss if ranks is None else None
+    units = partition(model, computing.torch_device, pieces, computing.options.gradients, computing.uploads)
+    if ranks is not None:
+        over_ranks.compare_layout(ranks, units)
+        divide(units, ranks.rank, ranks.size)
+    return units

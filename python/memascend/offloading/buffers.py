@@ -3,6 +3,8 @@
 Batch-norm's statistics, an EMA, or the vectors of spectral-norm would otherwise be updated once more in the backward
 pass. PyTorch does not count the writes of batch-norm in `_version`, so values are compared, not versions. Attributes
 that are tensors, plain values (`training` among them) or containers are treated alike.
+
+Copies are swapped in rather than written over the buffer, since graphs may have saved it.
 """
 
 from __future__ import annotations

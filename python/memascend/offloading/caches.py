@@ -2,6 +2,9 @@
 
 An entry that the first forward has filled is dropped where the program did not ask for a cache: it would keep keys and
 values of every layer in memory, which recomputation is there to avoid.
+
+Turning the cache off instead would change bits: the concatenation that fills it also makes keys contiguous, and
+products of those round differently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Sums of gradients that stay on the device from one backward pass to the next."""
+"""Sums of gradients that stay on the device from one backward pass to the next.
+
+A byte of a weight on the device saves two copies for each micro-batch, one of a sum saves a copy in all passes but one
+and the host's addition: so sums get what all weights leave. Otherwise the host adds. Copying a sum up to add it there
+would put half as much again into the direction that weights take, which is the fuller one. Where more passes follow
+than predicted, the host adds them; where a step comes earlier, all sums leave at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Gradients that a device makes, on their way to the other ranks: each is copied to where it is sent from."""
+"""Gradients that a device makes, on their way to the other ranks: each is copied to where it is sent from.
+
+The sums are made on the CPU, from what all ranks sent, as accumulated gradients are there in one process. Gathering and
+adding on the device by NCCL would spare the host's memory the bytes of other ranks; without several devices, no test
+could show that this is right.
+"""
 
 from __future__ import annotations
 

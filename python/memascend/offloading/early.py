@@ -2,6 +2,14 @@
 
 The gradient then never goes to the SSD. The bits are those of an update after `optimizer.step()`, since `step` refuses
 to follow where its options, or the gradients that it would use, are not those of the updates.
+
+A weight's node in the graph runs after all nodes that use the weight, so its bytes can change in the unit's buffer
+while the rest of the layer goes on; names in the graph carry versions, so a later use is refused. Uses that give the
+weight no gradient (`detach()`, an attribute of a custom function's context) may come later: as long as a graph has the
+weight's name, or anything but the graph's other weights refers to its bytes, its update waits for `step`. Updated
+weights are written at once. Each pass waits at its first gradient for the commit of the step before. Between the
+backward pass and `step` a part of the model is a step ahead, so everything that would read it is refused, and a model
+that is closed there keeps its last durable step.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 The device computes on meanwhile, with the weights that it has: its copies are those of before the step, which confirms
 the updates and gives the copies up.
+
+A unit's buffer in host memory is kept from its last use in the pass until its gradients are there; where another unit
+had to have it, pieces of the weights are read and written in update slots. Copies to the device and fetches of a unit
+wait for its updates. APOLLO's factors are found between the projection, which the device makes, and the first chunk.
 """
 
 from __future__ import annotations

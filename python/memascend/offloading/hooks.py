@@ -2,6 +2,25 @@
 
 `Hooks` wraps forwards, so that units are fetched before use; watches `_parameters`, so that a parameter used outside of
 its module is fetched too; and has autograd save names of weights instead of views of them.
+
+A saved-tensor hook over the whole forward replaces every saved view of a unit's buffer by its unit, offset, shape and
+stride, and the unit is fetched again when the backward pass asks. PyTorch compares no versions of tensors that hooks
+pack, so names and other saved tensors carry theirs. Every parameter counts its steps: a backward pass through a graph
+older than a step raises.
+
+Streaming surrounds what is compiled: fetches are outside a layer's compiled call, where Dynamo does not look, and
+graphs see parameters that have their values. Logits that are not computed yet cannot be traced, so Dynamo leaves a
+model with tables as it is (`common.graphs`).
+
+A module that writes to its own weights (`Embedding(max_norm=...)`) is noticed by the version counters when its unit is
+let go. The write belongs to the next step. From then on each pass waits before that unit until the step before is
+durable; the generation in which the first such write came by surprise is left out. A recomputed layer that does so is
+refused, since its first values are gone.
+
+Everything that may use a session refers to its `Hooks`: the model, each module whose forward was replaced, and the
+graphs of passes. The session refers to them weakly and is itself held in a set until it is closed, so a model that
+nothing uses is found by the garbage collector while its session is whole, and closed as at the end of a program
+(`native.close_when_unused`).
 """
 
 from __future__ import annotations
@@ -333,7 +352,7 @@ class Hooks:
             if session.streamer.depth == 0 and torch.is_grad_enabled():
                 session.generations.begin_part()
             wanted = recompute and (
-                session.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
+                session.options.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
             )
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of

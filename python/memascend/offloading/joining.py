@@ -2,6 +2,11 @@
 
 What comes of N ranks has the bits of N micro-batches that one process accumulates: the same additions, by the same
 kernels, in the order of the ranks.
+
+Gradients wait until the backward pass goes on to another unit, which all ranks do alike. The sum is put aside once. The
+sums of squares of all blocks are known to all ranks at the end of the pass, and are added in the order of the blocks;
+1/N is a factor of the update. The end of a pass is found by a hook of the model's outputs (`rank_hooks`), or, where
+PyTorch finds no tensors in them, at the next step or pass.
 """
 
 from __future__ import annotations

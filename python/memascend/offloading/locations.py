@@ -1,26 +1,27 @@
-"""Where the store of each rank lies: by a pattern with the rank's number, or by a list with an entry for each rank."""
+"""Where the store of each rank lies: by a pattern with the rank's number, or by a list with an entry for each rank.
+
+A list has one meaning: with a list within it, it has an entry for each rank; without one, it is the volumes of each
+rank, of which one has "{rank}". Guessing by the number of entries would make the meaning depend on how many processes
+start.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from memascend.errors import MemascendError
-from memascend.offloading.native import StorePaths
 from memascend.ranks.group import group_of
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from memascend.options import RankLocations
+
 #: What of a location of a store the rank's number takes the place of.
 PATTERN = "{rank}"
-#: What `keep_store` says to have the store of an earlier run deleted.
-REPLACE = "replace"
-#: The locations of the stores of all ranks: by a pattern, the volumes of each, or a list with an entry for each.
-RankLocations = StorePaths | Sequence[StorePaths]
 
 
 def paths_of(store: RankLocations, process_group: Any = None) -> list[str | os.PathLike[str]]:
@@ -59,18 +60,6 @@ def locations_of(store: RankLocations, rank: int, ranks: int) -> list[str | os.P
             f"as [[{own[0]!s}], [{own[1]!s}]], or {PATTERN} for the number of the rank in each location"
         )
     return [str(path).replace(PATTERN, str(rank)) if PATTERN in str(path) else path for path in own]
-
-
-def parse_keep_store(keep_store: bool | str | None) -> tuple[bool, bool | None]:
-    """Return whether the store of an earlier run is to be replaced, and whether the new one stays when it is closed.
-
-    Raises ValueError for anything but True, False, None and "replace".
-    """
-    if keep_store == REPLACE:
-        return True, None
-    if keep_store is not None and not isinstance(keep_store, bool):
-        raise ValueError(f"keep_store={keep_store!r} is none of True, False, None and 'replace'")
-    return False, keep_store
 
 
 def by_rank(store: RankLocations) -> bool:

@@ -6,16 +6,15 @@ import _thread
 import atexit
 import errno
 import gc
-import inspect
 import logging
 import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -25,25 +24,12 @@ from memascend.machine import waits
 from memascend.machine.drives import notices_of, store_options
 from memascend.machine.gpu import preferred_pinned
 from memascend.offloading.refused_stores import in_use_error, kept_error
+from memascend.plan.arena import Arena
 from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
+    from memascend.options import StorePaths, Tuning
     from memascend.plan.host import Plan
-
-#: One directory or raw block device, or several.
-StorePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-#: Keyword arguments of `Runtime` that a user may set.
-OPTIONS = frozenset(
-    name
-    for name, parameter in inspect.signature(Runtime).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    and name
-    not in (
-        *("resume", "in_place", "replace", "device", "states_bytes", "states_count"),
-        *("chunk_count_max", "states_count_max"),
-    )
-)
 
 _log = logging.getLogger("memascend")
 
@@ -84,7 +70,7 @@ def store_paths(store: StorePaths) -> list[str | os.PathLike[str]]:
 def open_runtime(
     plan: Plan,
     store: StorePaths,
-    options: dict[str, Any],
+    tuning: Tuning,
     *,
     resume: bool = False,
     in_place: bool = True,
@@ -94,7 +80,7 @@ def open_runtime(
     """Create the native side of `plan` on the locations of `store`, or open what is there to `resume`.
 
     The store of an earlier run is refused, or deleted to `replace` it. Host memory is pinned for the CUDA device with
-    the number `device`. `options` are those in `OPTIONS`.
+    the number `device`.
     """
     _log.info("host memory:\n%s", plan.table())
     close_unused()  # Its memory is available, too.
@@ -115,22 +101,12 @@ def open_runtime(
         check_available(plan)
         return Runtime(
             paths,
-            _buffers(plan),
-            [(line.consumer, line.nbytes, line.count) for line in plan.packs],
-            plan.staging.nbytes,
-            plan.staging.count + plan.kept.count,
-            plan.chunk_elements,
-            plan.slots.nbytes,
-            plan.slots.count,
-            states_bytes=(plan.most or plan).states.nbytes,
-            states_count=plan.states.count,
-            chunk_count_max=None if plan.most is None else plan.most.staging.count + plan.most.kept.count,
-            states_count_max=None if plan.most is None else plan.most.states.count,
+            Arena.of(plan),
             resume=resume,
             in_place=in_place,
             replace=replace,
             device=device,
-            **{"compute_threads": plan.update_threads, **measured, **options},
+            **{"compute_threads": plan.update_threads, **measured, **tuning},
         )
 
     try:
@@ -147,15 +123,6 @@ def set_heap(plan: Plan) -> None:
         keep_large_blocks()
     else:
         return_large_blocks_to_system()
-
-
-def _buffers(plan: Plan) -> list[tuple[str, int, int] | tuple[str, int, int, int]]:
-    """Return the lines of buffers for weights, with the largest number of each where the budget may change."""
-    if plan.most is None:
-        return [(line.consumer, line.nbytes, line.count) for line in plan.buffers]
-    counts = {(line.consumer, line.nbytes): line.count for line in plan.buffers}
-    most = plan.most.buffers
-    return [(line.consumer, line.nbytes, counts.get((line.consumer, line.nbytes), 0), line.count) for line in most]
 
 
 def when_free(open_store: Callable[[], _Opened]) -> _Opened:

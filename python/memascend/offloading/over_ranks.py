@@ -7,9 +7,10 @@ import os
 import sys
 import uuid
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -28,35 +29,28 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Place, Unit
     from memascend.offloading.computing import Computing
+    from memascend.options import OffloadOptions
     from memascend.ranks.group import Ranks
 
 #: Modules that would copy a model to ranks or devices themselves, by name.
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
 
 
-def check_options(
-    *,
-    host_memory: Any,
-    host_memory_max: Any,
-    fused_loss: bool | str,
-    gradients: str,
-    update: str,
-    durability: str,
-    store: Sequence[str | os.PathLike[str]],
-    frozen: str | None = None,
-) -> str:
-    """Return the durability of a store that is divided over ranks: "auto" is "step".
+def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions:
+    """Return the options of a store that is divided over ranks, with what "auto" means there.
 
-    Raises MemascendError for an option of `memascend.offload` or `from_pretrained` that cannot be had there yet.
+    `store` has the locations of this rank; `frozen` is as in `memascend.from_pretrained`. Raises MemascendError for an
+    option that cannot be had there yet.
     """
-    durability = "step" if durability == "auto" else durability
-    on_device = any(str(path).startswith("UUID=") or Path(path).is_block_device() for path in store)
+    durability = "step" if options.durability == "auto" else options.durability
+    paths = cast("Sequence[str | os.PathLike[str]]", options.store)
+    on_device = any(str(path).startswith("UUID=") or Path(path).is_block_device() for path in paths)
     for refused, option, instead in (
-        (host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
-        (host_memory_max is not None, "host_memory_max", "host_memory alone"),
-        (fused_loss is True, "fused_loss=True", "fused_loss=False, which is what 'auto' means over ranks"),
-        (gradients != "auto", f"gradients={gradients!r}", "gradients='auto'"),
-        (update != "forward", f"update={update!r}", "update='forward'"),
+        (options.host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
+        (options.host_memory_max is not None, "host_memory_max", "host_memory alone"),
+        (options.fused_loss is True, "fused_loss=True", "fused_loss=False, which is what 'auto' means over ranks"),
+        (options.gradients != "auto", f"gradients={options.gradients!r}", "gradients='auto'"),
+        (options.update != "forward", f"update={options.update!r}", "update='forward'"),
         (frozen == "files", "frozen='files'", "frozen='store'"),
         (
             on_device and durability != "none",
@@ -66,7 +60,7 @@ def check_options(
     ):
         if refused:
             raise MemascendError(f"{option} cannot be had yet where a store is divided over ranks: use {instead}")
-    return durability
+    return replace(options, durability=durability, fused_loss=False)
 
 
 def join(ranks: Ranks) -> Membership:

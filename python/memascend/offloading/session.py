@@ -9,9 +9,8 @@ import logging
 import sys
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -41,7 +40,6 @@ from memascend.offloading.early import EarlyUpdates
 from memascend.offloading.early_device import EarlyUpdatesOnDevice
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
-from memascend.offloading.locations import parse_keep_store
 from memascend.offloading.native import close_at_exit, forget, open_runtime, set_heap, store_paths, unused, warn_of
 from memascend.offloading.slices import Slicing
 from memascend.plan.automatic import held_by
@@ -63,7 +61,7 @@ if TYPE_CHECKING:
     from memascend._memascend import LeaseBuffer, Runtime
     from memascend.layout.units import Place, Unit
     from memascend.offloading.computing import Computing
-    from memascend.offloading.native import StorePaths
+    from memascend.options import StorePaths, Tuning
     from memascend.plan.automatic import Change
     from memascend.ranks.membership import Membership
 
@@ -104,13 +102,9 @@ class Session:
         model: nn.Module,
         units: list[Unit],
         plan: Plan,
-        store: StorePaths,
-        *,
         computing: Computing,
-        keep_store: bool | str | None,
-        durability: str,
         source: dict[str, Any],
-        options: dict[str, Any],
+        *,
         automatic: bool = False,
         resume: bool = False,
         tag: str | None = None,
@@ -124,27 +118,14 @@ class Session:
         self.membership = membership
         self.model = weakref.ref(model)
         self.units = units
-        self.recompute = computing.recompute
-        self.fused_loss = computing.fused_loss
-        self.gradients_in = computing.gradients
+        #: What opens the store again as it is; `store` has the locations of this rank.
+        self.options = computing.options
+        self.paths = store_paths(cast("StorePaths", self.options.store))
+        self.keep_store = self.options.keeps_store
         self.device = computing.device
         self.torch_device = computing.torch_device
-        replace, self.keep_store = parse_keep_store(keep_store)
-        #: What opens the store again as it was; see `memascend.restore_checkpoint`.
-        self.opened_with = {
-            "store": store_paths(store),
-            "durability": durability,
-            "device": computing.device,
-            "device_memory": computing.device_memory,
-            "recompute": computing.recompute,
-            "activations": computing.activations if computing.recompute else None,
-            "batch_tokens": computing.batch_tokens,
-            "micro_batch_size": computing.micro_batch_size,
-            "update": computing.update,
-            **options,
-        }
-        self.generations = Generations(self, durability, source)
-        self.notices: list[str] = notices_of(store_paths(store))
+        self.generations = Generations(self, source)
+        self.notices: list[str] = notices_of(self.paths)
         self._tables: dict[Place, OffloadedTable] = {}
         self._attachment: Callable[[], Attachment | None] = lambda: None
         self._computing = computing
@@ -155,7 +136,7 @@ class Session:
         #: What is known of the machine, where the budget follows it.
         self._watch: Watch | None = None
         self._said_lacking = False
-        self.plan, self.runtime = self._open(plan, store, options, resume, replace)
+        self.plan, self.runtime = self._open(plan, resume)
         try:
             if tag is not None:
                 self.runtime.take_up_snapshot(tag)
@@ -173,7 +154,7 @@ class Session:
             early = self._make_early(in_flight, through)
         capturing = (self.runtime, self.streamer, self.timeline, self.device, in_flight_bytes, early)
         try:
-            self.gradients = self._make_gradients(capturing, options.get("allocator", "auto"))
+            self.gradients = self._make_gradients(capturing)
         except BaseException:
             self.runtime.close(keep=resume)
             raise
@@ -185,24 +166,21 @@ class Session:
         self.streamer.on_surprise = self._note_writes
         self.streamer.write_through = self._writes_through
         self.inputs = InputStash(self.runtime, computing.activations, self.timeline, self.device)
-        self.micro_batch_size = computing.micro_batch_size
         self.slicing: Slicing | None = None
-        if computing.micro_batch_size is not None:
+        if self.options.micro_batch_size is not None:
             self.slicing = Slicing(
-                computing.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=self.device
+                self.options.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=self.device
             )
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({file for place in self.places for file, *_ in place.sources})
-        self._note_options(options)
+        self._note_tuning(self.options.tuning)
         if self.device is None:
             warn_of_slow(place.dtype for place in self.places)
         close_at_exit(self)
         if automatic:
             self.follow_machine()
 
-    def _open(
-        self, plan: Plan, store: StorePaths, options: dict[str, Any], resume: bool, replace: bool
-    ) -> tuple[Plan, Runtime]:
+    def _open(self, plan: Plan, resume: bool) -> tuple[Plan, Runtime]:
         """Create the native side. Where the system pins less memory than `plan` takes, use a smaller plan."""
         in_place = self.generations.period == 0
         index = None if self.device is None else self.device.index
@@ -211,7 +189,13 @@ class Session:
             try:
                 with nullcontext() if self.device is None else self.device.current():
                     runtime = open_runtime(
-                        plan, store, options, resume=resume, in_place=in_place, replace=replace, device=index
+                        plan,
+                        self.paths,
+                        self.options.tuning,
+                        resume=resume,
+                        in_place=in_place,
+                        replace=self.options.replaces_store,
+                        device=index,
                     )
                 break
             except PinnedMemoryError as error:
@@ -259,13 +243,15 @@ class Session:
             return GatheringStreamer(self.membership.ranks, *streaming, **options)
         return Streamer(*streaming, **options)
 
-    def _make_gradients(self, capturing: tuple[Any, ...], allocator: str) -> GradientCapture:
+    def _make_gradients(self, capturing: tuple[Any, ...]) -> GradientCapture:
         if self.membership is None:
             gradients = GradientCapture(*capturing)
             gradients.sums.room = 0 if self.device_plan is None else self.device_plan.sums_bytes
             return gradients
         joined = self.membership.ranks, self.units, *capturing
-        return JoinedGradients(*joined) if self.device is None else DownloadedGradients(*joined, allocator=allocator)
+        if self.device is None:
+            return JoinedGradients(*joined)
+        return DownloadedGradients(*joined, allocator=self.options.tuning.get("allocator", "auto"))
 
     def _make_early(self, in_flight_bytes: int, writes_through: Callable[[], bool]) -> EarlyUpdates:
         if self.device is None:
@@ -282,14 +268,14 @@ class Session:
         tensors = (tensor for unit in self.units for tensor in unit.tensors)
         return self.generations.writes_through(early) and stay_whole(tensors)
 
-    def _note_options(self, options: dict[str, Any]) -> None:
-        """Add a notice for each option that slows this session down."""
-        if self.device is not None and options.get("allocator") in ("locked", "pageable"):
+    def _note_tuning(self, tuning: Tuning) -> None:
+        """Add a notice for each entry that slows this session down."""
+        if self.device is not None and tuning.get("allocator") in ("locked", "pageable"):
             self.notices.append(
-                f"allocator={options['allocator']!r}: every copy to the device and back stops the program until it is "
+                f"allocator={tuning['allocator']!r}: every copy to the device and back stops the program until it is "
                 "done, which pinned memory ('auto', 'cuda', 'registered') spares"
             )
-        if any(not file.direct for file in self.files) and options.get("direct", True):
+        if any(not file.direct for file in self.files) and tuning.get("direct", True):
             self.notices.append("the model's files are read through the page cache: their filesystem refuses O_DIRECT")
 
     def _note(self, notice: str) -> None:
@@ -491,7 +477,7 @@ class Session:
             )
         streamer.finish_uses()
         self._wait_copied()
-        computing = replace(self._computing, device_memory=budget)
+        computing = self._computing.with_device_memory(budget)
         plan = computing.plan(self.units, getattr(self.model(), "config", None), streamer.pool.nbytes)
         assert plan is not None
         # An interrupt amid the change would leave the streamer without buffers.
@@ -502,10 +488,9 @@ class Session:
                 # Another process was quicker: go on with what there was.
                 streamer.change_device_plan(before)
                 raise
-            self.device_plan, self._computing = plan, computing
+            self.device_plan, self._computing, self.options = plan, computing, computing.options
             self.gradients.in_flight_bytes, self.gradients.made_bytes = plan.in_flight_bytes, plan.made_bytes
             self.gradients.sums.room = plan.sums_bytes
-            self.opened_with["device_memory"] = budget
 
     def follow_machine(self) -> None:
         """Have the budget of host memory follow what the machine leaves, from pass to pass."""

@@ -6,6 +6,11 @@ to the last, as a program does that accumulates micro-batches. It adds them befo
 over, which thus is put aside once.
 
 Nothing here knows of stores: a model in memory runs with the same slices (`run_in_slices`), and gives the same bits.
+
+Slices run from the last to the first because autograd runs the latest calls first. A tensor that several layers get
+(encoder states) is put aside once, by the tensor and the number of the slice. Whether a layer may be cut is not read
+from its code but tried on two rows (`trial`). A cache that was not asked for is copied for each slice, as each
+micro-batch would begin with an empty one.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from memascend.offloading.calls import Call, Outputs
 from memascend.offloading.collectors import Collected, collected_kinds
 from memascend.offloading.native import warn_of
 from memascend.offloading.trial import Trial
+from memascend.options import check_micro_batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -38,12 +44,6 @@ if TYPE_CHECKING:
 
 #: Arguments of models of transformers whose first dimension is the batch.
 _OF_BATCH = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values", "labels")
-
-
-def check_micro_batch_size(rows: int | None) -> None:
-    """Raise ValueError for a size that no micro-batch has."""
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise ValueError(f"micro_batch_size={rows!r}: a micro-batch has one sequence or more, a whole number")
 
 
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> int | None:

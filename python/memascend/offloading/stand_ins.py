@@ -7,6 +7,14 @@ what it returned of the same memory becomes a stand-in too. So a program that re
 gets the bits that it would get in memory, one unit at a time.
 
 In a pass a parameter whose unit is in memory is an ordinary parameter to PyTorch (`ResidentParameter`).
+
+A parameter object never changes; its `.data` and its class do. `.data`, `.detach()` and views are stand-ins for a part
+of the same values, so a program may keep them, read them after a step, or write through them. `parameter.grad` is a
+stand-in for the gradient on the store, one object for each gradient: one that a step has consumed refuses to be read. A
+NaN without a class was silent: it was logged, averaged, saved and stepped with.
+
+A table stays a stand-in within passes too, so that `F.embedding` and `F.linear` reach `vocabulary/` through its class,
+whatever module or function calls them. Internal code reads what a parameter holds under `as_held`.
 """
 
 from __future__ import annotations

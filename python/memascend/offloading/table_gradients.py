@@ -1,4 +1,8 @@
-"""The gradient of a table that a device makes: its blocks come down one after another, while the next ones are made."""
+"""The gradient of a table that a device makes: its blocks come down one after another, while the next ones are made.
+
+The thread that launches the backward pass does that, so where the plan has room for it, ahead of caches, the gradient
+is made at once instead: the device measures it, and the thread of captures moves it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What one rank does or knows alone, and all ranks raise or learn together."""
+"""What one rank does or knows alone, and all ranks raise or learn together.
+
+What a rank does alone, such as writing files, is followed by an exchange of errors, so that no rank waits in the next
+collective for one that has given up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Functions of PyTorch that are called with stand-ins: run on the values, answered without them, or refused."""
+"""Functions of PyTorch that are called with stand-ins: run on the values, answered without them, or refused.
+
+Answered without values: shapes, `requires_grad`, hooks. Run for one parameter at a time: `torch._foreach_*`. Refused:
+foreign optimizers and torch.func's transforms. A function that is not listed runs on the values: it is slow, and not
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,7 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if located is None or is_stand_in(input):
         return NotImplemented
     session, place = located
-    if session.fused_loss is False:
+    if session.options.fused_loss is False:
         return NotImplemented
     return deferred_linear(input, weight, bias, session.table(place))
 

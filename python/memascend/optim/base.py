@@ -14,7 +14,6 @@ from memascend.common.interrupts import uninterrupted
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
-from memascend.offloading.native import OPTIONS
 from memascend.offloading.over_ranks import compare_states
 from memascend.offloading.places import ranks_of
 from memascend.optim import record
@@ -26,6 +25,7 @@ from memascend.optim.room import Room
 from memascend.optim.rules import Algorithm, rule_for
 from memascend.optim.states import check_saved, saved_steps
 from memascend.optim.step import NONFINITE, Step
+from memascend.options import tuning_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from memascend._memascend import Projection, Rule, Runtime, StepScalars
     from memascend.durable.protocols import Session
     from memascend.layout.units import Place
-    from memascend.offloading.native import StorePaths
     from memascend.optim.homes import Home
+    from memascend.options import StorePaths
     from memascend.residency.updates import Measured, Segment
 
 #: Seeds of stochastic rounding are below this: they are the upper half of a 64-bit seed.
@@ -95,18 +95,13 @@ class OffloadedOptimizer(Optimizer):
         """Make room for the states of every parameter."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"Invalid nonfinite value: {nonfinite!r}: it is one of {', '.join(NONFINITE)}")
-        unknown_options = options.keys() - OPTIONS
-        if unknown_options:
-            raise TypeError(
-                f"{type(self).__name__} has no option {', '.join(sorted(unknown_options))}; those of a store are "
-                f"{', '.join(sorted(OPTIONS))}"
-            )
+        tuning = tuning_of(type(self).__name__, options, defaults)
         for name in ("capturable", "differentiable"):
             if defaults.get(name):
                 raise ValueError(f"{name}=True is not supported: updates run outside of autograd and CUDA graphs")
         if defaults.get("fused") and defaults.get("foreach"):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._begin(None if store is None else OwnStores(store, host_memory, options))
+        self._begin(None if store is None else OwnStores(store, host_memory, tuning))
         #: What becomes of a step whose gradients are not all finite; may be changed at any time.
         self.nonfinite = nonfinite
         defaults |= {"states": states, "master": bool(master), "seed": int(seed)}

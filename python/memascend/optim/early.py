@@ -1,4 +1,8 @@
-"""Steps that the backward pass takes ahead of `optimizer.step()`: which it may take, and that `step` confirms them."""
+"""Steps that the backward pass takes ahead of `optimizer.step()`: which it may take, and that `step` confirms them.
+
+Whatever can be known to need a gradient before `step` makes its parameter wait: a first step, states that are to be
+made, a policy for gradients that are not finite, and a gradient that the program has used before (`Place.awaits_step`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the next step multiplies gradients by: the factors of clipping and of unscaling a loss."""
+"""What the next step multiplies gradients by: the factors of clipping and of unscaling a loss.
+
+A factor is remembered with the gradient that it was computed for, so a new gradient is not multiplied by an old factor,
+and a gradient that was changed since is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The three homes of a parameter's optimizer state: a model's store, a store of the optimizer's own, and memory."""
+"""The three homes of a parameter's optimizer state: a model's store, a store of the optimizer's own, and memory.
+
+A step asks the home to prepare, to work and to load, and does not look which one it is.
+
+A place knows which of its states were made, and by which optimizer. A segment says for each plane whether it is new: a
+new plane counts as zeros, whatever lies on the SSD. So parameters of a pack may begin in different steps, and begin
+anew when a loaded dictionary has no states for them. A second optimizer begins anew with its first step, the planes
+that only the first one kept are freed, and the first is told if it steps again. An fp16 weight that is not its master
+rounded becomes the master: a master needs no making, and weights that the user sets are not lost.
+"""
 
 from __future__ import annotations
 

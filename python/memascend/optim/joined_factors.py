@@ -6,6 +6,9 @@ rank k projects its share of matrix t - k and hands on its sums, so that M matri
 
 Each rank keeps the moments of some channels (`layout.shards.channels_of`), and tells all what it found of these, from
 which each finds the factors of all channels. One exchange ends a turn. What is about to be done is compared once.
+
+The step does this, and not the capture, since each pass would carry sums for nothing. The price is that gradients on
+the SSD are read once more.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memascend.common.sizes import parse_size
 from memascend.layout.units import Unit, lay_out
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Rule
     from memascend.layout.units import Place
-    from memascend.offloading.native import StorePaths
+    from memascend.options import StorePaths, Tuning
     from memascend.residency.updates import Update
 
 
@@ -30,7 +30,7 @@ class StatesStore:
         rules: dict[nn.Parameter, Rule],
         paths: StorePaths,
         host_memory: str | int | None,
-        options: dict[str, Any],
+        tuning: Tuning,
     ) -> None:
         """Create the store in `paths` with room for the states that each parameter's rule keeps.
 
@@ -39,9 +39,9 @@ class StatesStore:
         self.unit = Unit("parameters", repeated=False)
         lay_out(self.unit, ((f"parameter{index}", parameter) for index, parameter in enumerate(rules)))
         on_device = any(parameter.device.type != "cpu" for parameter in rules)
-        threads = update_threads(on_device, options.get("compute_threads"))
+        threads = update_threads(on_device, tuning.get("compute_threads"))
         plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory), threads)
-        self.runtime = open_runtime(plan, paths, options)
+        self.runtime = open_runtime(plan, paths, tuning)
         try:
             self.unit.index = self.runtime.add_unit()
             planes = {(place.tensor, plane) for place in self.unit.places for plane in rules[place.parameter].planes}
@@ -77,11 +77,11 @@ class StatesStore:
 class OwnStores:
     """All stores that one optimizer makes below the directories that it was given: one per group of parameters."""
 
-    def __init__(self, paths: StorePaths, host_memory: str | int | None, options: dict[str, Any]) -> None:
+    def __init__(self, paths: StorePaths, host_memory: str | int | None, tuning: Tuning) -> None:
         """Remember where stores go and how they are opened; the first call of `reserve` makes one."""
         self._paths = paths
         self._host_memory = host_memory
-        self._options = options
+        self._tuning = tuning
         self._stores: list[StatesStore] = []
         self._locations: dict[nn.Parameter, tuple[StatesStore, Place]] = {}
 
@@ -92,7 +92,7 @@ class OwnStores:
 
     def reserve(self, rules: dict[nn.Parameter, Rule]) -> None:
         """Make a store for the states of these parameters, which have none yet."""
-        store = StatesStore(rules, self._next_paths(), self._host_memory, self._options)
+        store = StatesStore(rules, self._next_paths(), self._host_memory, self._tuning)
         self._stores.append(store)
         self._locations |= {place.parameter: (store, place) for place in store.unit.places}
 

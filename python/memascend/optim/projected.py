@@ -1,4 +1,15 @@
-"""Moments of projected gradients, and the factors that APOLLO finds with them."""
+"""Moments of projected gradients, and the factors that APOLLO finds with them.
+
+Moments are a tensor of the store (`Place.moments`) and no planes, because they have another number of elements than the
+weights, and no piece of an update needs them. They are written where the next generation has them, so a step that is
+given up leaves those of the step before. A step reads the moments of two matrices at a time, so that one moves while
+another is computed. A step that fails halfway cannot be tried again, and says so.
+
+A gradient is projected when it is captured, as accumulated gradients are summed: the projected values are those that
+are stored. The result belongs to a projection (rank, seed, redraw), which the step compares with its own. Where they
+differ, in the first step, for a pack, or for a sum of several passes on a device, the step reads the gradient again and
+comes to the same bits. So capturing is never wrong, only early.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One optimizer step: every gradient is checked, the step may be left out, room is made, and updates are scheduled."""
+"""One optimizer step: every gradient is checked, the step may be left out, room is made, and updates are scheduled.
+
+A step is taken as a whole or not at all. It checks, captures gradients that were put there by hand, makes room and
+computes every constant first: whatever can be refused is refused there. Then it is carried out, with Ctrl-C put off to
+its end.
+"""
 
 from __future__ import annotations
 

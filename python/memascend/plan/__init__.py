@@ -1,1 +1,1 @@
-"""Plans of host and device memory, and estimates of what PyTorch takes beside them."""
+"""Plans of host and device memory, and estimates of PyTorch's memory beside them."""

@@ -1,6 +1,11 @@
-"""A host memory budget that follows what the machine leaves: what it begins with, when it changes, and to what.
+"""A host memory budget that follows the free memory of the machine: its first value, and when and how it changes.
 
 Nothing here reads the machine, except for the budget that a run begins with: see `memascend.machine.limits`.
+
+A decision is a function of earlier samples. The process may hold the bytes within the bounds, less a reserve, less 1.25
+times the most that one of the last 64 passes took beside the plan; half of all before a pass with gradients was seen.
+Nothing is given back within a pass. The memory of an elastic arena is resident as soon as it is committed, so the next
+process that looks sees it, and a lock has processes look and grow one at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +27,9 @@ if TYPE_CHECKING:
 
 #: Of the addresses that this process may reserve, the share that an arena may.
 ADDRESSES_SHARE = 3 / 4
-#: What a step may take above the most that one was seen to take.
+#: Margin for a step above the largest one seen.
 STEP_MARGIN = 1.25
-#: Passes of which the most that one took is left free. Longer ago, it may have been what only a first pass takes.
+#: Recent passes whose largest need is left free. An older one may have been a first pass, which needs more.
 PASSES_SEEN = 64
 #: Passes in a row that have to leave room before the budget grows; more where it has been growing and shrinking.
 PATIENCE, PATIENCE_MAX = 2, 32
@@ -32,9 +37,9 @@ PATIENCE, PATIENCE_MAX = 2, 32
 SOON = 32
 #: Passes until the next attempt, after the system has refused memory.
 REFUSED_PASSES = 256
-#: The least growth that is worth a change, as a share of what is held: units in memory are given up for each.
+#: The least growth that is worth a change, as a share of the bytes held: each change evicts units.
 WORTH = 1 / 16
-#: The share of the time stalled for memory from which on some is given back, and the share of what is beyond the least.
+#: Share of time stalled for memory above which memory is given back, and the share of the bytes beyond the least plan.
 STALLED, GIVEN_BACK = 0.1, 1 / 4
 
 
@@ -48,8 +53,8 @@ def plan_for(
 ) -> tuple[Plan, bool]:
     """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
 
-    None is the least budget that works; `update`, `on_device` and `threads` are as in `make_plan`. Raises
-    BudgetError as `make_plan` does, ValueError for what is neither a size nor "auto".
+    None is the least budget that works; `update`, `on_device` and `threads` are as in `make_plan`. Raises BudgetError
+    as `make_plan` does, ValueError unless it is a size or "auto".
     """
     most = None if host_memory_max is None else parse_size(host_memory_max)
     if host_memory is None:
@@ -60,7 +65,7 @@ def plan_for(
         most = _most(units, update, on_device, threads)
     least = smallest_plan(units, most, update, on_device, threads).total
     left = min((bound.left - bound.reserve for bound in limits.memory_bounds()), default=most)
-    # What a step takes beside the plan is not known yet.
+    # The need of a step beside the plan is not known yet.
     return make_plan(units, min(most, max(least, left // 2)), most, update, on_device, threads), True
 
 
@@ -92,13 +97,13 @@ class Change:
 
 @dataclass(slots=True)
 class AutomaticBudget:
-    """Decides between two passes what the budget is to be.
+    """Decides the budget between two passes.
 
-    It shrinks at once, when half of a reserve is used up or threads are stalled for memory; to what leaves the whole
-    reserve, and the most that a step has taken beside the plan. It grows when some passes in a row have left room.
+    It shrinks at once when half of a reserve is used up or threads are stalled for memory, so that the whole reserve
+    and the largest need of a step are free again. It grows when some passes in a row have left room.
     """
 
-    #: What passes with gradients (True) and without took above what there was at their beginning, in bytes.
+    #: Bytes by which memory grew in passes with gradients (True) and without.
     taken: dict[bool, deque[int]] = field(
         default_factory=lambda: {grad: deque(maxlen=PASSES_SEEN) for grad in (True, False)}
     )
@@ -110,7 +115,7 @@ class AutomaticBudget:
     _wait: int = 0
 
     def note(self, grad: bool, taken: int) -> None:
-        """Note what a pass took above what there was at its beginning."""
+        """Record by how much memory grew in a pass."""
         self.taken[grad].append(taken)
 
     def refused(self) -> None:
@@ -124,7 +129,7 @@ class AutomaticBudget:
 
         Args:
             plan: the present one, whose buffers are resident.
-            bounds: what the machine leaves beside them.
+            bounds: the memory that the machine leaves beside them.
             grad: whether the pass that begins has gradients.
             leaving: bytes that an earlier change is still giving back.
             swapped: bytes of this process that are in swap, and have to come back.
@@ -140,7 +145,7 @@ class AutomaticBudget:
         needed = held + leaving - swapped + min(bound.left - bound.reserve // 2 for bound in bounds)
         step = self._step(grad)
         if step is None:
-            # No step has told yet what it takes: half of all is left to it, except of the least.
+            # No step was seen yet: half of all is left to it, except of the least plan.
             allowed = max(allowed // 2, min(allowed, least))
             needed = max(needed // 2, min(needed, least))
         else:
@@ -152,7 +157,7 @@ class AutomaticBudget:
             reason = f"threads were stalled for memory in {stalled:.0%} of the last pass"
         if needed < held:
             return self._shrink(held, least, allowed, reason)
-        # What malloc would keep is room for growth, but is not given back by a change.
+        # Blocks that malloc would keep are room for growth, but a change does not give them back.
         level, most = held_by(plan), held_by(plan.most)
         target = min(allowed, most)
         if self._wait or target <= level or (target < most and target - level < level * WORTH):
@@ -175,7 +180,7 @@ class AutomaticBudget:
         return Change(max(allowed, least), reason)
 
     def _step(self, grad: bool) -> int | None:
-        """Return what the pass that begins may take beside the plan; None where no such pass was seen."""
+        """Return the expected need of the next pass beside the plan; None where no such pass was seen."""
         if not self.taken[True] and (grad or not self.taken[False]):
             return None
         return int(max(max(seen, default=0) for seen in self.taken.values()) * STEP_MARGIN)

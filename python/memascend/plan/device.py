@@ -1,9 +1,14 @@
-"""The device memory plan: what memascend and PyTorch hold there, a line per consumer, checked before anything starts.
+"""The device memory plan: a line for each consumer in memascend and PyTorch, checked before anything starts.
 
-What memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. What PyTorch holds is
-estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets what remains, and in the least plan
-what a short batch takes. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
+Memory that memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. PyTorch's is
+estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets the remainder, and in the least plan
+the need of a short batch. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
 the limit of these. CUDA's context and the code of kernels (a few hundred MB) are outside the budget.
+
+The least plan has PyTorch's share for a short batch, because a plan that leaves PyTorch nothing runs out of memory in
+its first pass. Where the tokens of a batch are not known, buffers that hide copies leave a quarter of the budget alone
+and buffers that only cache leave half: a copy too many costs time, an allocation that fails costs the run. Logits and
+gradients of weights are not summed, since the loss comes before the first gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +70,7 @@ class DevicePlan:
     #: Gradients on their way to the host, the gradient that autograd makes meanwhile, and sums that stay from one
     #: backward pass to the next.
     gradients: tuple[Line, ...]
-    #: Other consumers of memascend, and what PyTorch holds.
+    #: Other consumers of memascend, and PyTorch.
     rest: tuple[Line, ...]
     #: The least budget that works, and the least with which weights are copied while the device
     #: computes.
@@ -96,7 +101,7 @@ class DevicePlan:
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of the largest gradient that may be there as a whole; that of a larger table is made by blocks."""
+        """Bytes of the largest gradient that may be there as a whole; a larger table's is made by blocks."""
         return self.gradients[1].nbytes
 
     @property
@@ -126,7 +131,7 @@ def make_device_plan(
     free: int | None = None,
     segments: Segments | None = None,
 ) -> DevicePlan:
-    """Divide the memory of a device: first what is needed, then where a spare byte saves most.
+    """Divide the memory of a device: first the needs, then where a spare byte saves most.
 
     Args:
         units: all units of the model.
@@ -134,7 +139,7 @@ def make_device_plan(
         tokens: tokens of one forward pass (sequences x length), if known.
         layer_tokens: those that a repeated layer computes at once, of slices of the batch; None is all.
         config: the model's Hugging Face configuration, if it has one. Without it or without `tokens` nothing is
-            estimated, and buffers beyond the least leave room for activations: the least plan for those of
+            estimated, and buffers beyond the least leave room for activations: the least plan has room for
             `LEAST_TOKENS` tokens, or for `LEAST_ACTIVATIONS_BYTES`.
         activations: where the inputs of recomputed layers wait ("recompute": on the device, "host", "ssd"), or "keep",
             where layers are not recomputed.
@@ -144,11 +149,11 @@ def make_device_plan(
             cuBLAS nothing.
 
     Raises:
-        BudgetError: the budget does not hold what is needed; the message says what would lower that.
+        BudgetError: the budget is too small; the message says how to lower the need.
     """
     if budget is None:
         if free is None:
-            raise ValueError("without a budget for device memory it takes `free`, what the device has free")
+            raise ValueError("without a budget for device memory it takes `free`, the free memory of the device")
         budget = int(free * (1 - MARGIN_SHARE))
     tables = [unit for unit in units if unit.is_table]
     gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
@@ -183,7 +188,7 @@ def make_device_plan(
     _keep_sums(plan, classes, sum(map(sum, gradients)), cache_leaves)
     if unknown is not None:
         unknown.nbytes = round_up(unknown.nbytes, PAGE_BYTES) + (budget - plan.total) // PAGE_BYTES * PAGE_BYTES
-        unknown.note = "what remains, for PyTorch"
+        unknown.note = "the remainder, for PyTorch"
     return plan
 
 
@@ -201,7 +206,7 @@ def _blocks_line(tables: Sequence[Unit]) -> Line:
 
 
 def _make_gradients_whole(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: int) -> None:
-    """Enlarge the lines of gradients to those of whole tables, where that leaves `cache_leaves` bytes.
+    """Enlarge the lines of gradients to whole tables, where that leaves `cache_leaves` bytes.
 
     A whole one is measured on the device and captured by another thread. One that comes by blocks is measured by the
     thread that launches the backward pass.
@@ -216,7 +221,7 @@ def _make_gradients_whole(plan: DevicePlan, tables: Sequence[Unit], cache_leaves
 
 
 def _with_whole_tables(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: int) -> DevicePlan:
-    """Give heads buffers of their own, where they leave `cache_leaves` bytes: those of blocks are copied for each pass.
+    """Give heads buffers of their own, where they leave `cache_leaves` bytes: blocks are copied in each pass.
 
     An embedding that is looked up only gains nothing by that: its rows are fewer than the table.
     """
@@ -229,7 +234,7 @@ def _with_whole_tables(plan: DevicePlan, tables: Sequence[Unit], cache_leaves: i
 
 
 def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line]:
-    """Return the lines of gradients on their way, of the gradient being made, and of what stands for parameters.
+    """Return the lines of gradients on their way, of the gradient being made, and of stand-ins for parameters.
 
     A gradient of up to `largest` bytes is on its way while autograd makes the next, which may be as large.
     """
@@ -237,7 +242,7 @@ def _needed_lines(units: Sequence[Unit], largest: int) -> tuple[Line, Line, Line
     return (
         Line("gradients on their way", largest, 1, "to host memory"),
         Line("gradient being made", largest, 1, "whole, by autograd"),
-        Line("absent parameters", BLOCK_BYTES * parameters, 1, "what stands for them and their gradients"),
+        Line("absent parameters", BLOCK_BYTES * parameters, 1, "stand-ins for them and their gradients"),
     )
 
 
@@ -264,8 +269,8 @@ def _spend_spare(
     for kind in classes:
         if kind.repeated:
             add(kind, 1, ahead_leaves)
-    # With room for the gradients of a whole unit, those of one layer are copied while the layer
-    # before it computes.
+    # With room for the gradients of a whole unit, the gradients of one layer are copied while the layer before it
+    # computes.
     leaving = plan.gradients[0]
     more = max(gradients, default=0) - leaving.nbytes
     leaving.nbytes += max(0, min(more, (plan.budget - plan.total - ahead_leaves) // PAGE_BYTES * PAGE_BYTES))
@@ -277,11 +282,11 @@ def _spend_spare(
 
 
 def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int, cache_leaves: int) -> None:
-    """Give sums of gradients, of `gradients` bytes in all, what is left beyond `cache_leaves` where all weights stay.
+    """Give sums of gradients, of `gradients` bytes in all, the bytes beyond `cache_leaves` where all weights stay.
 
     One byte of a weight saves two copies to the device for each backward pass, one of a sum saves one copy to the host
-    for each pass but one, which has the direction to itself, and the host's addition. Over ranks the host adds up what
-    all have sent.
+    for each pass but one, which has the direction to itself, and the host's addition. Over ranks the host adds the
+    gradients of all.
     """
     sums, room = plan.gradients[2], (plan.budget - plan.total - cache_leaves) // PAGE_BYTES * PAGE_BYTES
     divided = any(tensor.shard is not None for kind in classes for unit in kind.members for tensor in unit.tensors)
@@ -300,10 +305,10 @@ def _unknown_line(computing: _Estimate) -> Line:
 
 
 def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None) -> list[Line]:
-    """Return the lines of what the allocator's segments take beyond tensors, and of cuBLAS' workspaces."""
+    """Return the lines of the allocator's segments beyond tensors, and of cuBLAS' workspaces."""
     if segments is None:
         return []
-    # Gradients on their way are those of about one unit. The weights lie in one tensor.
+    # Gradients on their way are about one unit's. The weights lie in one tensor.
     rounding = max((sum(taken_bytes(nbytes) - nbytes for nbytes in unit) for unit in gradients), default=0)
     rest = segments.begun_bytes + OWN_SEGMENT_BYTES + rounding
     return [
@@ -330,7 +335,7 @@ class _Estimate:
         return any(unit.is_head for unit in self.units)
 
     def lines(self, tokens: int, layer_tokens: int | None = None) -> list[Line] | None:
-        """Return what PyTorch holds at the worst moment, or None without the widths that tell.
+        """Return the lines of PyTorch's memory at its peak, or None if the model's widths are unknown.
 
         A repeated layer computes `layer_tokens` of the `tokens` at once.
         """
@@ -362,14 +367,14 @@ class _Estimate:
         return lines
 
     def _of_batch(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
-        """Return what is there of the whole batch while slices go through a layer, and the sums of its gradients."""
-        # The gradients of what the layer returns, of what it was given by slices, and the latter side by side.
+        """Return the tensors of the whole batch beside slices that go through a layer, and sums of gradients."""
+        # The gradients of the layer's outputs, of its inputs by slices, and of its inputs side by side.
         hidden = [(tokens * shape.hidden * itemsize, 3)]
         layers = ([p.nbytes for p in unit.places if p.parameter.requires_grad] for unit in self.units if unit.repeated)
         return hidden + [(nbytes, 1) for nbytes in max(layers, key=sum)]
 
     def _waiting_lines(self, shape: Shape, tokens: int, layers: int, itemsize: int) -> list[Line]:
-        """Return the lines of what is there while layers and the loss are computed."""
+        """Return the lines of tensors that live while layers and the loss are computed."""
         lines = []
         if self.activations == "keep":
             saved = self._taken(shape.kept_tensors(tokens, itemsize))
@@ -380,8 +385,8 @@ class _Estimate:
             each = self._taken([(tokens * shape.hidden * itemsize, 1)])
             lines.append(Line("inputs of layers", each, here, _ESTIMATE + note))
         if getattr(self.config.get_text_config(), "tie_word_embeddings", False):
-            # Autograd adds the gradient of the embedding, which comes last, to the head's. That of a table is made of
-            # hidden states, block by block.
+            # Autograd adds the gradient of the embedding, which comes last, to the head's. A table's gradient is made
+            # from hidden states, block by block.
             rows = tokens if self.in_pieces else shape.vocabulary
             nbytes = self._taken([(rows * shape.hidden * itemsize, 1)])
             note = f"{_ESTIMATE}there until the pass is through"
@@ -400,7 +405,7 @@ def _whole_logits(shape: Shape, tokens: int, itemsize: int) -> Tensors:
 
 
 def loss_in_pieces(shape: Shape, tokens: int, itemsize: int) -> Tensors:
-    """Return what the loss in pieces holds at once: beside the hidden states' gradients, a piece of the logits."""
+    """Return the tensors of the loss in pieces: the hidden states' gradients and a piece of the logits."""
     float32 = 4
     # Of each token: the gradient of its hidden state, and the row of its label, which is converted at the end.
     hidden = [(tokens * shape.hidden * float32, 1), (tokens * shape.hidden * itemsize, 1)]
@@ -421,7 +426,7 @@ def _nbytes(tensors: Tensors) -> int:
 
 
 def _fused_loss(shape: Shape, tokens: int, itemsize: int) -> Tensors:
-    """Return what Liger-Kernel's fused linear cross entropy holds, with the gradients of hidden states and logits."""
+    """Return the tensors of Liger-Kernel's fused linear cross entropy: gradients of hidden states and logits."""
     # It takes as many tokens at a time as make logits of about the size of the hidden
     # states, and makes the gradients of both at once. Shapes: logits (piece, vocabulary), hidden
     # states (tokens, hidden).
@@ -434,7 +439,7 @@ def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_los
     knobs = []
     consumers = {line.consumer for line in plan.rest if line.count}
     if "activations" in consumers:
-        knobs.append("batch_tokens, if a batch has few tokens: what it takes is estimated then")
+        knobs.append("batch_tokens, if a batch has few tokens: its memory is estimated then")
     if consumers & {"inputs of layers", "one layer, recomputed", "logits", "activations of layers"}:
         knobs.append(f"fewer than {tokens} tokens at a time (a smaller batch, or shorter sequences)")
     if activations == "keep":
@@ -445,10 +450,10 @@ def _too_small(plan: DevicePlan, tokens: int | None, activations: str, fused_los
         knobs.append("a loss that makes the logits in pieces (Liger-Kernel's fused linear cross entropy)")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a model whose {largest} is smaller: the largest piece is there whole")
+        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit there whole")
     return BudgetError(
         f"a device memory budget (device_memory) of {format_size(plan.budget)} is too small: the least is "
         f"{format_size(plan.smallest_bytes)} ({plan.smallest_bytes} bytes); from {format_size(plan.overlap_bytes)} on, "
-        f"copying overlaps computing. Asked for by\n{table_of(plan.lines)}\nWhat would lower it: {'; '.join(knobs)}",
+        f"copying overlaps computing. Asked for by\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
         plan.smallest_bytes,
     )

@@ -1,16 +1,15 @@
-"""What PyTorch holds while a model computes, estimated from its configuration.
+"""PyTorch's memory while a model computes, estimated from its configuration.
 
 With T tokens in a pass, V words and b bytes an element:
 
 - Logits. `ForCausalLMLoss` of transformers works in fp32, and the backward pass of the cross entropy holds three
-  such tensors at once: the log-probabilities, their gradient, and that of the logits. 12 T V bytes.
+  such tensors at once: the log-probabilities, their gradient, and the gradient of the logits. 12 T V bytes.
 - One layer, recomputed. Per token, with width H, heads' width A, keys' and values' width K and MLP width I: the input
   in fp32, the normalised input and the output of both norms (2 (4 + 2 b) H), the rotated queries and keys, values and
   the attention's output (b (2 A + 2 K)), the MLP's four tensors of width I (4 b I), the layer's output (b H), and in
-  the backward pass the gradients of the output and of two of the MLP's (b H + 2 b I). The scheme of
-  counting is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for RMSNorm and a gated MLP; no attention
-  matrix is kept, since PyTorch's fused attention recomputes it. Experts: I is that of all the experts that a token is
-  sent to.
+  the backward pass the gradients of the output and of two of the MLP's (b H + 2 b I). Tensors are counted as by
+  Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for RMSNorm and a gated MLP; no attention matrix is kept, since
+  PyTorch's fused attention recomputes it. Experts: I is the sum over the experts that a token is sent to.
 
 These are the tensors of transformers' Llama and Qwen2, to 1% (see `tests/plan/test_device_plan.py`). Not counted:
 scratch of matrix products and of attention, the allocator's holes, Python and autograd themselves.
@@ -56,7 +55,7 @@ class Shape:
         )
 
     def kept_tensors(self, tokens: int, itemsize: int) -> Tensors:
-        """The tensors that autograd keeps of one layer between its forward and its backward pass."""
+        """Return the tensors that autograd keeps of one layer between its forward and its backward pass."""
         wide, narrow = tokens * self.hidden * 4, tokens * itemsize
         return [
             # Of both norms the input in fp32, the normalised input and the output; the layer's output.
@@ -69,24 +68,24 @@ class Shape:
         ]
 
     def layer_tensors(self, tokens: int, itemsize: int) -> Tensors:
-        """The tensors of one layer in its backward pass: what autograd kept, and the gradients of activations."""
+        """Return the tensors of one layer in its backward pass: kept ones, and the gradients of activations."""
         narrow = tokens * itemsize
         return [*self.kept_tensors(tokens, itemsize), (narrow * self.mlp, 2), (narrow * self.hidden, 1)]
 
     def logits_tensors(self, tokens: int) -> Tensors:
-        """The logits in fp32 and their gradients, in the backward pass of the loss."""
+        """Return the logits in fp32 and their gradients, in the backward pass of the loss."""
         return [(4 * tokens * self.vocabulary, 3)]
 
     def kept_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of `kept_tensors`."""
+        """Return the bytes of `kept_tensors`."""
         return _sum(self.kept_tensors(tokens, itemsize))
 
     def layer_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of `layer_tensors`."""
+        """Return the bytes of `layer_tensors`."""
         return _sum(self.layer_tensors(tokens, itemsize))
 
     def logits_bytes(self, tokens: int) -> int:
-        """Bytes of `logits_tensors`."""
+        """Return the bytes of `logits_tensors`."""
         return _sum(self.logits_tensors(tokens))
 
 

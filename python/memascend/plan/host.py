@@ -1,4 +1,25 @@
-"""The host memory plan: every consumer on a line, summed and checked before anything starts."""
+"""The host memory plan: every consumer on a line, summed and checked before anything starts.
+
+The plan is all that memascend holds: the arena's classes, and bookkeeping of Python, autograd and Rust, as constants
+per parameter and unit that were fitted to `benches/plan_accuracy.py`. PyTorch's own temporaries are not in it;
+`forecast/` estimates them.
+
+There are two sets of size classes. Either one class per size, with two buffers for repeated layers, so that the next
+layer is read while one computes; or, when the budget does not hold that, one buffer for all units by turns, the least
+memory that works. Units that one module needs together, or that are in use around others, keep buffers of their own in
+either. A module that reads another layer's weights in mid-pass cannot be foreseen: by turns it finds no buffer, and the
+error names the budget with which it does.
+
+Chunks shrink with the budget, so that pipeline and staging take 1/6 of it at most; results do not depend on the chunk
+size. The least plan has eight slots with any number of threads, so that it does not depend on the machine. A slot is as
+large as AdamW with fp32 moments needs, since a plan is made before the optimizer is known: rules that keep more per
+element (AMSGrad) move in halves of a chunk.
+
+Tables come last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget
+has room for it after everything else. The remainder keeps optimizer states, after everything that saves more per byte:
+a byte of a gradient saves its write and its read, one of a weight two reads, one of a state a read, and a write where
+not every step is durable.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +59,9 @@ STATE_BYTES_PER_ELEMENT = {torch.bfloat16: 10, torch.float16: 12, torch.float32:
 UPDATE_SLOTS = 8
 #: With room, each thread that updates has one chunk that it computes, one that is read and one that is written.
 UPDATE_SLOTS_PER_THREAD = 3
-#: What the ends of tensors and of buffers cost, as a share of the states that stay.
+#: Fraction of resident states lost to rounding at the ends of tensors and buffers.
 STATES_ROUNDING = 0.02
-#: Staging chunks that transfers under way need; what lies beyond keeps gradients off the SSD.
+#: Staging chunks that transfers under way need; chunks beyond keep gradients off the SSD.
 STAGING_CHUNKS = 16
 STATES_STAGING_CHUNKS = 4
 #: Chunks shrink until pipeline and staging together take no more than this share of a budget. Small
@@ -55,9 +76,9 @@ REPEATED_BUFFERS = 3
 #: Buffers for blocks of tables: the one in use and the next. With a device: the one that is copied there and the next,
 #: and as many for the gradient of a block that comes back.
 BLOCK_BUFFERS = 2
-#: What malloc's freed blocks may take of a budget that holds everything.
+#: Share of a budget that holds everything, for malloc's freed blocks.
 HEAP_BYTES = 256 * 2**20
-#: What Python, autograd and Rust keep beside the arena, as benches/plan_accuracy.py measures it.
+#: Bookkeeping of Python, autograd and Rust beside the arena, as benches/plan_accuracy.py measures it.
 BOOKKEEPING_BYTES = 4 * 2**20
 BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
 BOOKKEEPING_BYTES_PER_PARAMETER = 16 * 2**10
@@ -67,7 +88,7 @@ BLOCK_SUMS_BYTES = 1088
 
 @dataclass(slots=True)
 class Line:
-    """One consumer of memory: `count` buffers of `nbytes` bytes, and what they are for."""
+    """One consumer of memory: `count` buffers of `nbytes` bytes, and their purpose."""
 
     consumer: str
     nbytes: int
@@ -82,7 +103,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What stays as it is where a budget changes."""
+    """Sizes that stay where a budget changes."""
 
     chunk_elements: int
     slots: int
@@ -106,7 +127,7 @@ class Plan:
     windows: Line = field(default_factory=lambda: Line("windows into files", FILE_WINDOW_BYTES, 0))
     #: Gradients of autograd that are held until the update in the backward pass has used them.
     applied: Line = field(default_factory=lambda: Line("gradients being applied", 0, 0))
-    #: What moves between ranks, where the store is divided over them.
+    #: Buffers of exchanges between ranks, where the store is divided over them.
     exchanged: Line = field(default_factory=lambda: Line("exchanged between ranks", 0, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: Blocks of tables that are read by blocks.
@@ -123,7 +144,7 @@ class Plan:
     #: full-size chunks.
     smallest_bytes: int = 0
     overlap_bytes: int = 0
-    #: When large tensors are updated: one of `common.choices.UPDATES`.
+    #: When large tensors are updated; see `memascend.options`.
     update: str = "forward"
     #: Whether gradients are made on a device.
     on_device: bool = False
@@ -183,12 +204,12 @@ def make_plan(
     on_device: bool = False,
     threads: int = 1,
 ) -> Plan:
-    """Size the pool for `units`: first what is needed, then where a spare byte saves most.
+    """Size the pool for `units`: first the needs, then where a spare byte saves most.
 
-    With `most`, the budget may change later, up to that: see `replan`. `update` is one of `choices.UPDATES`, which
-    `threads` threads carry out; `on_device` says that a device makes the gradients.
+    With `most`, the budget may change later, up to that: see `replan`. `update` is as in `memascend.options`, and
+    `threads` threads carry it out; `on_device` says that a device makes the gradients.
 
-    Raises BudgetError, with the smallest budget that works, when `budget` does not hold what is needed.
+    Raises BudgetError, with the smallest budget that works, when `budget` is too small.
     """
     if most is None:
         return _plan(units, budget, update, on_device, threads)
@@ -204,8 +225,8 @@ def make_plan(
 def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
     """Return `plan`, which was made for a budget that may change, with another budget.
 
-    Buffers are as large as before, and there are other numbers of them. Raises BudgetError where the budget does not
-    hold what is needed, or is larger than the largest.
+    Buffers are as large as before, and there are other numbers of them. Raises BudgetError where the budget is too
+    small, or larger than the largest.
     """
     assert plan.most is not None
     if budget > plan.most.budget:
@@ -321,11 +342,11 @@ def _plan(
 
 
 def _add_exchange(plan: Plan, units: Sequence[Unit], packed: dict[int, int]) -> None:
-    """Plan what the ranks of a group exchange, and a buffer for the sum of a gradient block in each dtype.
+    """Plan the exchanges of ranks, and a buffer for the sum of a gradient block in each dtype.
 
-    A unit's gradients are autograd's until they have been sent, and what is received is as much at the most. Those of a
-    device are copied to memory that is kept for them. Gloo gathers a tensor's weights beside the buffer that they are
-    for.
+    A unit's gradients are autograd's until they have been sent, and received bytes are at most as many. A device's
+    gradients are copied to memory that is kept for them. Gloo gathers a tensor's weights beside the buffer that they
+    are for.
     """
     trained = [tensor for unit in units for tensor in unit.tensors if tensor.trained]
     for itemsize in {tensor.gradient_dtype.itemsize for tensor in trained}:
@@ -349,12 +370,12 @@ def _exchanged_bytes(unit: Unit) -> int:
 
 
 def updates_early(tensor: StoreTensor) -> bool:
-    """Whether the backward pass can update a tensor: it moves alone, and as a whole."""
+    """Return whether the backward pass can update a tensor: it moves alone, and as a whole."""
     return tensor.trained and not tensor.packed and not tensor.unit.is_table
 
 
 def _keep_states(plan: Plan, tensors: Sequence[StoreTensor]) -> None:
-    """Have what is left keep states: a byte of them saves a read, and a write where steps are not durable."""
+    """Spend the remainder on resident states: a byte saves a read, and a write where steps are not durable."""
     trained = [tensor for tensor in tensors if tensor.trained]
     nbytes = plan.chunk_elements * max((STATE_BYTES_PER_ELEMENT[tensor.dtype] for tensor in trained), default=0)
     if not nbytes:
@@ -390,7 +411,7 @@ class BufferClass:
 
 
 def classes_apart(units: Sequence[Unit]) -> list[BufferClass]:
-    """Return one class per size, those of the repeated layers with enough buffers to prefetch into."""
+    """Return one class per size, with buffers to prefetch into for repeated layers."""
     sizes: dict[tuple[bool, int], list[Unit]] = {}
     for unit in units:
         sizes.setdefault((unit.repeated, unit.nbytes), []).append(unit)
@@ -432,7 +453,7 @@ def smallest_plan(
     on_device: bool = False,
     threads: int = 1,
 ) -> Plan:
-    """Return the plan with the least budget that works; the other arguments are those of `make_plan`."""
+    """Return the plan with the least budget that works; the other arguments are as in `make_plan`."""
     try:
         return make_plan(units, 1, most, update, on_device, threads)
     except BudgetError as error:
@@ -471,17 +492,17 @@ def _transfer_bytes(
 
 
 def _staged_bytes(tensors: Sequence[StoreTensor]) -> int:
-    """Bytes of a staging buffer for each element of a chunk: those of a gradient that is put aside."""
+    """Return the bytes of a staging buffer for each element of a chunk, as gradients are put aside."""
     return max((tensor.gradient_dtype.itemsize for tensor in tensors), default=2)
 
 
 def _are_updated(tensors: Sequence[StoreTensor]) -> bool:
-    """Whether there is anything to update: an update pipeline is not needed where everything is frozen."""
+    """Return whether anything is trained: an update pipeline is not needed where everything is frozen."""
     return any(tensor.trained for tensor in tensors)
 
 
 def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
-    """Bytes of an update slot for each element of a chunk. Those of a table hold its weights, too."""
+    """Return the bytes of an update slot for each element of a chunk. Slots hold the weights of tables, too."""
     weights = max((tensor.dtype.itemsize for tensor in tensors if tensor.unit.is_table and tensor.trained), default=0)
     if any(tensor.trained and tensor.dtype == torch.float16 for tensor in tensors):
         return UPDATE_BYTES_PER_FLOAT16_ELEMENT + weights
@@ -489,12 +510,12 @@ def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
 
 
 def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
-    """Elements of a chunk that holds the largest trained tensor whole."""
+    """Return the elements of a chunk that holds the largest trained tensor whole."""
     return round_up(max((tensor.numel for tensor in tensors if tensor.trained), default=1), CHUNK_ELEMENTS_MIN)
 
 
 def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int, sizes: Sizes | None = None) -> None:
-    """Size the buffers through which bytes move; those of `sizes` if given.
+    """Size the buffers through which bytes move, as in `sizes` if given.
 
     Larger chunks come first, then slots for more threads. Raises BudgetError when not even the smallest fit.
     """
@@ -534,7 +555,7 @@ def _transfers_left(plan: Plan) -> int:
 
 
 def why(kind: BufferClass) -> str:
-    """Say what the buffers of a class are for."""
+    """Describe the purpose of the buffers of a class."""
     count, members = kind.line.count, len(kind.members)
     if count >= members:
         return "always there"
@@ -552,8 +573,8 @@ def _too_small(plan: Plan, element: int) -> BudgetError:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a model whose {largest} is smaller: the largest piece is in memory whole")
-    lowered = f"\nWhat would lower it: {'; '.join(knobs)}" if knobs else ""
+        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit in memory whole")
+    lowered = f"\nTo lower it: {'; '.join(knobs)}" if knobs else ""
     return BudgetError(
         f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
         f"{format_size(smallest)} ({smallest} bytes){overlap}, asked for by\n{plan.table()}"

@@ -1,1 +1,1 @@
-"""The ranks of a group of torch.distributed, and what they do together."""
+"""The ranks of a group of torch.distributed, and their collectives."""

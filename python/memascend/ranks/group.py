@@ -1,6 +1,16 @@
-"""The ranks of a group: what they do together, in one order that they compare before they do it.
+"""The ranks of a group: collectives in one order, compared before each.
 
 Everything here moves bytes. Nothing is reduced inside a collective, so that no result depends on how a backend sums.
+
+Before each collective all ranks exchange its number and a hash of its description: 16 bytes beside megabytes.
+A hash of the order once a step would be cheaper, but would find a difference only after bytes of one unit have gone
+into another.
+
+A lost rank is named. A waiting rank looks every half second in the group's key-value store whether another has given
+up. When a collective fails, a rank writes that it has given up, and waits for the others to write the same: the one
+that does not is the cause. Where the key-value store itself does not answer, the collective goes on: the rank that
+holds the store may have ended after the collective that others still wait for, and if it is lost, its connections
+close.
 """
 
 from __future__ import annotations
@@ -28,14 +38,14 @@ PATIENCE = timedelta(seconds=0.5)
 #: How long a rank that has given up waits for others to say so: those that do not are the cause.
 GRACE_SECONDS = 3.0
 
-#: What a backend's message begins with.
+#: Prefix of a backend's message.
 _SOURCE = re.compile(r"^\[[^\]]*\] ")
 #: How many `Ranks` each group has had: the same on every rank.
 _made: Counter[str] = Counter()
 
 
 def group_of(process_group: Any) -> dist.ProcessGroup | None:
-    """Return the group that is meant: that of a DeviceMesh, one that is given, or the one that is initialised.
+    """Return the group that is meant: a DeviceMesh's, a given one, or the initialised one.
 
     None where there is none, or where it has one rank. Raises MemascendError for a mesh of several dimensions.
     """
@@ -59,7 +69,7 @@ def group_of(process_group: Any) -> dist.ProcessGroup | None:
 
 
 def refuse_group(what: str, instead: str) -> None:
-    """Raise MemascendError where a group of several ranks is initialised, of which `what` knows nothing yet."""
+    """Raise MemascendError where a group of several ranks is initialised that `what` does not support yet."""
     group = group_of(None)
     if group is not None:
         raise MemascendError(
@@ -68,9 +78,9 @@ def refuse_group(what: str, instead: str) -> None:
 
 
 class Ranks:
-    """One rank's side of what the ranks of a group do together.
+    """One rank's side of the collectives of a group.
 
-    Each collective is preceded by a comparison of what it is to be. So a rank with another control flow raises on every
+    Each collective is preceded by a comparison of its description. So a rank with another control flow raises on every
     rank, before any byte has gone to the wrong place.
     """
 
@@ -90,7 +100,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         #: Bytes that this rank has sent to each of the others together, as the collectives are defined.
         self.sent_bytes = 0
-        #: What a collective that was given up may still write to.
+        #: Buffers that an abandoned collective may still write to.
         self._stranded: list[torch.Tensor] = []
         self._number = 0
         self._lost: str | None = None
@@ -103,12 +113,12 @@ class Ranks:
         group = group_of(process_group)
         return None if group is None else Ranks(group)
 
-    # ---- what the ranks do together ---------------------------------------------------------------------
+    # ---- collectives ------------------------------------------------------------------------------------
 
     def meet(self, action: str) -> None:
         """Wait for all ranks, which have to be about to do the same.
 
-        Raises RankError on every rank, with what each is about to do, where they are not; and where a rank does not
+        Raises RankError on every rank, with the next collective of each, where they differ; and where a rank does not
         answer within the group's timeout, with its number.
         """
         if self._lost is not None:
@@ -124,7 +134,7 @@ class Ranks:
             )
 
     def collect(self, action: str, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of every rank, (ranks, n), of which this rank's are `values`, (n,) of any dtype."""
+        """Return the values of every rank, (ranks, n); this rank's are `values`, (n,) of any dtype."""
         self.meet(action)
         return self._all_gather(values, action)
 
@@ -134,7 +144,7 @@ class Ranks:
         return self._texts(text)
 
     def gather(self, action: str, wholes: Sequence[torch.Tensor]) -> None:
-        """Complete tensors (uint8, (ranks x n,)) in place, of which each rank has its own n bytes."""
+        """Complete tensors (uint8, (ranks x n,)) in place; each rank has its own n bytes."""
         self.meet(action)
         for whole in wholes:
             count = len(whole) // self.size
@@ -148,10 +158,10 @@ class Ranks:
             self.sent_bytes += count * (self.size - 1)
 
     def exchange(self, action: str, sent: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-        """Return what all ranks have for this one, in their order.
+        """Return the bytes that all ranks have for this one, in their order.
 
         Args:
-            action: what the bytes are. The ranks have met, and know the counts of each other.
+            action: a description of the bytes. The ranks have met, and know the counts of each other.
             sent: bytes (uint8) for every rank, in their order.
             counts: how many of them are for each rank.
             wanted: how many bytes come from each rank.
@@ -174,7 +184,7 @@ class Ranks:
     def lost(self, action: str, error: RuntimeError) -> RankError:
         """Return the error for a collective of the program's own that has failed, with the rank that does not answer.
 
-        `error` is the backend's, of what the ranks do to `action`.
+        `error` is the backend's, of the collective `action`.
         """
         return self._give_up(action, error)
 
@@ -243,12 +253,12 @@ class Ranks:
         return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
     def _is_lost(self) -> bool:
-        """Whether another rank has given up."""
+        """Return whether another rank has given up."""
         try:
             return bool(_store_of(self.group).check([f"{self._label}/lost"]))
         except RuntimeError:
-            # The rank that holds the store may have ended after what this one still waits for. If it is lost, its
-            # connections say so.
+            # The rank that holds the store may have ended after the collective that this one still waits for. If it is
+            # lost, its connections say so.
             return False
 
 

@@ -1,4 +1,4 @@
-"""What a store knows of the ranks that it is divided over."""
+"""The record in a store of the ranks that it is divided over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Membership:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What every generation keeps of it."""
+        """The entry in the record of every generation."""
         return {"rank": self.ranks.rank, "ranks": self.ranks.size, "run": self.run}
 
 
@@ -37,5 +37,5 @@ def refuse_share(record: dict[str, Any], where: str) -> None:
 
 
 def resharding(ranks: int) -> str:
-    """Return what to do for a run to go on in another number of processes."""
+    """Return the remedy for a run that is to go on in another number of processes."""
     return f"write its stores anew: memascend reshard STORES --ranks {ranks} --to NEW_STORES"

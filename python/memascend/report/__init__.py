@@ -1,1 +1,1 @@
-"""What a run records of itself, and the page that shows it."""
+"""The records of a run, and the page that shows them."""

@@ -1,4 +1,4 @@
-"""The figures of a run that its records hold: the machine, the plan, and what each step took."""
+"""The figures in the records of a run: the machine, the plan, and each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DECIMALS = 6  # of seconds
 
 
 def _status_bytes(field: str) -> int:
-    """A kB field of /proc/self/status, in bytes."""
+    """Return a kB field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) << 10
@@ -29,7 +29,7 @@ def _status_bytes(field: str) -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most this process has held resident since it began, or since reset_peak_rss."""
+    """Return the most this process has held resident since it began, or since reset_peak_rss."""
     return _status_bytes("VmHWM")
 
 
@@ -64,7 +64,7 @@ def stats_of(model: nn.Module | None) -> dict[str, Any]:
 
 
 def opening(model: nn.Module | None) -> dict[str, Any]:
-    """Return what the first record of a run holds: the time, the machine, the memory plans and the store's counters.
+    """Return the first record of a run: the time, the machine, the memory plans and the store's counters.
 
     `model` is None for a model in memory.
     """
@@ -92,7 +92,7 @@ class Meter:
         """Return the figures of the step that ends now, of `tokens` tokens.
 
         - `seconds` since the last lap; `tokens`, `tokens_per_s`.
-        - `waited_seconds`: by what the program was blocked on (see `memascend.stats`); None for a model in memory.
+        - `waited_seconds`: by kind of wait (see `memascend.stats`); None for a model in memory.
         - `ssd_bytes_read`, `ssd_bytes_written`; `volumes`: for each volume its `VOLUME_COUNTERS`.
         - `network_bytes_sent`, where the model is divided over ranks.
         - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_budget` of the arena, None for a model in memory;
@@ -114,14 +114,14 @@ class Meter:
         }
 
     def _waited(self) -> dict[str, float] | None:
-        """Seconds by kind since the last call."""
+        """Return the seconds by kind since the last call."""
         if self._model is None:
             return None
         return {kind: _rounded(spent) for kind, spent in offload_of(self._model).timeline.lap().items()}
 
 
 def figures_of_ranks(model: nn.Module, figures: dict[str, Any]) -> list[list[Any]]:
-    """Return the `RANK_FIGURES` of every rank, of which `figures` are this one's; [] for a model of one process.
+    """Return the `RANK_FIGURES` of every rank, given this one's `figures`; [] for a model of one process.
 
     All ranks call this together.
     """

@@ -1,4 +1,10 @@
-"""The page of a report: one file of HTML that asks for nothing else, and runs no script but its own."""
+"""The page of a report: one file of HTML that asks for nothing else, and runs no script but its own.
+
+The page is drawn before it is opened: the script (`report.js`) only shows the values of a step, which are in the page
+as text. So the page is complete on paper and without scripts, and thousands of steps stay below a megabyte. Every text
+is escaped (`memascend.common.html`), values that are not finite numbers count as missing, and the page's own policy
+lets no script run but its own, which is named by its hash.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +39,7 @@ def plots(run: Run) -> Iterator[Plot]:
     yield Plot("norm", "Gradient norm", "before clipping", "", steps, gradient, logarithmic=True)
     speed = {"tokens/s": column("tokens_per_s")}
     yield Plot("speed", "Speed", "tokens of a step over its seconds", "tokens per second", steps, speed)
-    waits = "what the program was blocked on; compute is the remainder"
+    waits = "kinds of wait; compute is the remainder"
     yield Plot("time", "Where each step's seconds went", waits, "seconds", steps, run.waited(), stacked=True)
     yield Plot("bytes", "SSD bytes of a step", "by volume", "bytes", steps, _moved(run))
     yield _rates(run)
@@ -56,7 +62,7 @@ def plots(run: Run) -> Iterator[Plot]:
 
 
 def _moved(run: Run) -> dict[str, Values]:
-    """Bytes read and written by volume; of older files, of all volumes together."""
+    """Return the bytes read and written by volume; of older files, of all volumes together."""
     read, written = run.moved("bytes_read"), run.moved("bytes_written")
     series = {
         f"{path}: {name}": of[path] for path in run.volumes for name, of in (("read", read), ("written", written))
@@ -68,7 +74,7 @@ def _moved(run: Run) -> dict[str, Values]:
 
 
 def _rates(run: Run) -> Plot:
-    """Bytes per second of each volume while it was busy; of older files, of all volumes over the whole step."""
+    """Return the bytes per second of each busy volume; of older files, of all volumes over the whole step."""
     counters = [run.moved(name) for name in ("bytes_read", "bytes_written", "busy_seconds")]
     series = {path: _over(*(counter[path] for counter in counters)) for path in run.volumes}
     note = "read and written, while the volume had requests"
@@ -84,7 +90,7 @@ def _over(read: Values, written: Values, seconds: Values) -> Values:
     return [None if r is None or w is None or not s else number((r + w) / s) for r, w, s in rows]
 
 
-#: What is missing where a plot has no values, by its name.
+#: Text in place of a plot without values, by its name.
 MISSING = {
     "lr": "learning rate",
     "norm": "gradient norm",
@@ -120,7 +126,7 @@ def page_of(run: Run, tbw: float | None = None, refresh: int | None = None) -> s
         f'<ul class="notes">{told}</ul>' if told else "",
         sections.tiles(run),
         f'<section class="plots">{"".join(figure(plot) for plot in shown if plot.present)}</section>',
-        f"<section><h2>The plan beside what was measured</h2>{plan}</section>" if plan else "",
+        f"<section><h2>The plan beside the measurements</h2>{plan}</section>" if plan else "",
         f"<section><h2>Ranks</h2>{ranks}</section>" if (ranks := sections.ranks_table(run)) else "",
         f"<section><h2>Drive wear</h2>{wear}{endurance}{kinds}</section>" if wear else "",
         f"<section><h2>Machine and settings</h2>{machine}</section>" if machine else "",

@@ -24,7 +24,7 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class Plot:
-    """What one figure shows."""
+    """The series and units of one figure."""
 
     name: str  # of its elements
     title: str
@@ -83,7 +83,7 @@ def figure(plot: Plot) -> Markup:
 
 
 def _totals(series: Mapping[str, Values]) -> Values:
-    """The sum of all series at each step; None where none has a value."""
+    """Return the sum of all series at each step; None where none has a value."""
     rows = zip(*series.values(), strict=True)
     return [None if all(v is None for v in row) else sum(v for v in row if v is not None) for row in rows]
 
@@ -119,7 +119,7 @@ def _lines(points: Mapping[str, Values], steps: Sequence[int], x: Axis, y: Axis,
 
 
 def _areas(points: Mapping[str, Values], steps: Sequence[int], x: Axis, y: Axis) -> str:
-    """Areas upon each other; a step without a value adds nothing."""
+    """Draw areas upon each other; a step without a value adds nothing."""
     alone = len(steps) == 1  # One step is as wide as the box.
     wide = [x.low, x.high] if alone else steps
     below = [0.0] * len(wide)
@@ -134,7 +134,7 @@ def _areas(points: Mapping[str, Values], steps: Sequence[int], x: Axis, y: Axis)
     return "".join(paths)
 
 
-# ---- what lies around them --------------------------------------------------------------------------------------
+# ---- titles, legends and values ---------------------------------------------------------------------------------
 
 
 def _grid(y: Axis) -> str:
@@ -155,7 +155,7 @@ def _x_ticks(x: Axis, steps: Sequence[int]) -> str:
 
 
 def _legend(series: Mapping[str, Values], stacked: bool) -> str:
-    """A line for each series, with its last value; the uppermost of a stack first."""
+    """Return a line for each series, with its last value; the uppermost of a stack first."""
     entries = [
         f'<li><span class="swatch c{number % COLOURS}"></span>{escape(name)} <b>{shown(_present(values)[-1])}</b></li>'
         for number, (name, values) in enumerate(series.items())
@@ -168,7 +168,7 @@ def _present(values: Values) -> list[float]:
 
 
 def _described(series: Mapping[str, Values], steps: Sequence[int], unit: str) -> str:
-    """The plot in words."""
+    """Describe the plot in words."""
     told = []
     for name, values in series.items():
         here = _present(values)
@@ -179,7 +179,7 @@ def _described(series: Mapping[str, Values], steps: Sequence[int], unit: str) ->
 
 
 def _values(points: Mapping[str, Values], steps: Sequence[int], unit: str, stacked: bool) -> str:
-    """The values that are shown at each step drawn, for the script: as text, so that it need not know of numbers."""
+    """Return the values shown at each step drawn, for the script: as text, so that it formats no numbers."""
     suffix = f" {unit}" if unit else ""
     rows = {name: [None if v is None else shown(v) for v in values] for name, values in points.items()}
     if stacked:

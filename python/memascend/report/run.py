@@ -1,4 +1,4 @@
-"""Reading a metrics file into the series of a report. Nothing in the file is trusted to be what it should be."""
+"""Reading a metrics file into the series of a report. Nothing in the file is trusted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
         return self._of_each(lambda step: _at(self.records.get(step), *names))
 
     def waited(self) -> dict[str, Values]:
-        """Return the seconds of each step by what the program was blocked on, by the kinds' names on the screen."""
+        """Return the seconds of each step by kind of wait, by the kinds' names on the screen."""
         shown = {**KINDS, COMPUTE: COMPUTE}
         return {shown[kind]: self.column("waited_seconds", kind) for kind in shown}
 
@@ -107,7 +107,7 @@ class Run:
 
 
 def number(value: Any) -> float | None:
-    """Return a value as a number, or None for anything else: NaN, infinity and what no run measures included."""
+    """Return a value as a number, or None for anything else: NaN, infinity and impossible values included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: What a plot shows, with the units that its numbers may be given in: (name, size of one).
+#: Quantities of plots, with the units of their numbers: (name, size of one).
 UNITS: dict[str, tuple[tuple[str, float], ...]] = {
     "bytes": tuple((name, 1024.0**power) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
     "bytes per second": (("MB/s", 1e6), ("GB/s", 1e9)),

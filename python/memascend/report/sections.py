@@ -1,4 +1,4 @@
-"""The texts and tables of a report: how the run ended, the plan beside what was measured, wear, the machine."""
+"""The texts and tables of a report: how the run ended, the plan beside the measurements, wear, the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DAY_SECONDS = 86_400
 #: Settings whose values are told elsewhere, or that only say where things lie.
 _SETTINGS_LEFT_OUT = frozenset({"data", "data_paths", "metrics", "temporary", "model_dir", "out", "store"})
 _NOTHING = "–"
-#: Of the figures of a rank: what adds up, and what the most of is told.
+#: Figures of a rank: those to sum, and those to take the maximum of.
 _MOVED, _PEAKS = ("ssd_bytes_read", "ssd_bytes_written", "network_bytes_sent"), ("host_bytes_peak", "peak_rss_bytes")
 
 
@@ -51,7 +51,7 @@ def _moment(value: Any) -> str | None:
 
 
 def _scrolled(made: Markup) -> Markup:
-    """A table that is wider than the screen scrolls by itself; the keyboard reaches it."""
+    """Return a table that scrolls by itself where it is wider than the screen; the keyboard reaches it."""
     return Markup(f'<div class="scroll" tabindex="0">{made}</div>')
 
 
@@ -80,7 +80,7 @@ def course(run: Run) -> str:
 
 
 def notes(run: Run, missing: list[str]) -> Iterator[str]:
-    """Say what the reader must know of the figures."""
+    """Return notices about the figures for the reader."""
     if missing:
         yield f"Not recorded in this file, and left out: {', '.join(missing)}."
     skipped = sum(record.get("skipped") is True for record in run.records.values())
@@ -128,11 +128,11 @@ def tiles(run: Run) -> Markup:
     )
 
 
-# ---- the plan beside what was measured --------------------------------------------------------------------------
+# ---- the plan beside the measurements ---------------------------------------------------------------------------
 
 
 def plan_tables(run: Run) -> Iterator[Markup]:
-    """Return tables of what was planned or expected, beside what was measured."""
+    """Return tables of planned or expected values beside measured ones."""
     rows = list(_expected(run))
     if rows:
         yield _scrolled(table("The whole run", ("", "planned", "measured", "measured of planned"), rows))
@@ -140,7 +140,7 @@ def plan_tables(run: Run) -> Iterator[Markup]:
         lines = section(run.opening, "plan", name).get("lines")
         if isinstance(lines, list) and lines:
             measured = _measured_by_size(run) if name == "host" else {}
-            header = ("consumer", "buffers", "planned", "in use at the peak", "what for")
+            header = ("consumer", "buffers", "planned", "in use at the peak", "purpose")
             yield _scrolled(table(heading, header, _consumers(lines, measured)))
 
 
@@ -168,7 +168,7 @@ def _most(values: Values) -> float | None:
 
 
 def _measured_by_size(run: Run) -> dict[float, float]:
-    """Bytes in use at the peak, by the size of a buffer."""
+    """Return the bytes in use at the peak, by the size of a buffer."""
     classes = section(run.end, "store").get("host_classes_at_peak")
     found: dict[float, float] = {}
     for entry in classes if isinstance(classes, list) else ():
@@ -181,7 +181,7 @@ def _measured_by_size(run: Run) -> dict[float, float]:
 
 
 def _consumers(lines: list[Any], measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
-    """One row for each consumer. Consumers whose buffers have one size share them: the first row has their sum."""
+    """Return a row for each consumer. Consumers whose buffers have one size share them: the first row has their sum."""
     told: set[float] = set()
     for line in lines:
         count, total = number(section(line).get("count")), number(section(line).get("total_bytes"))
@@ -203,7 +203,7 @@ def _consumers(lines: list[Any], measured: Mapping[float, float]) -> Iterator[tu
 
 
 def ranks_table(run: Run) -> Markup | None:
-    """Return what each rank has done in the steps that were recorded, or None for a run of one process."""
+    """Return the figures of each rank in the recorded steps, or None for a run of one process."""
     rows = []
     for rank, of in enumerate(run.of_ranks()):
         seconds = _total(of["seconds"])
@@ -223,7 +223,7 @@ def ranks_table(run: Run) -> Markup | None:
 
 
 def wear_table(run: Run, tbw: float | None) -> Markup | None:
-    """Return what the run has written to each drive, and what of its rated endurance that is, or None.
+    """Return the bytes written to each drive, and their share of its rated endurance, or None.
 
     `tbw` is the terabytes that each drive is rated to be written in its life.
     """
@@ -249,7 +249,7 @@ def wear_table(run: Run, tbw: float | None) -> Markup | None:
 
 
 def kinds_table(run: Run) -> Markup | None:
-    """Return what the recorded steps have written by kind, as it was forecast, beside what was measured, or None.
+    """Return the writes of the recorded steps by kind, as forecast, beside their measured sum, or None.
 
     Drives count bytes, not kinds: only the sum is measured.
     """
@@ -270,14 +270,14 @@ def kinds_table(run: Run) -> Markup | None:
 
 
 def savings_table(run: Run) -> Markup | None:
-    """Return what would write less, as it was forecast when the run began, or None."""
+    """Return the options that would write less, as forecast when the run began, or None."""
     savings = section(run.opening, "forecast", "endurance").get("savings")
     rows = []
     for saving in savings if isinstance(savings, list) else ():
         step_bytes, saved = (number(section(saving).get(name)) for name in ("step_bytes", "saved"))
         if step_bytes is not None and saved is not None:
             rows.append((str(saving.get("change"))[:200], format_decimal(step_bytes), f"{saved:.0%}"))
-    caption = "What would write less, each by itself; other optimizers and states change results too"
+    caption = "Options that would write less, each by itself; other optimizers and states change results too"
     return _scrolled(table(caption, ("option", "forecast, a step", "saved"), rows)) if rows else None
 
 

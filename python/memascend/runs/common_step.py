@@ -1,4 +1,8 @@
-"""The step that the ranks of a run go on from: the newest one that every rank's store has."""
+"""The step that the ranks of a run go on from: the newest one that every rank's store has.
+
+What was newer on a rank that goes back is removed, since its room is written over from then on. A checkpoint that not
+all ranks have, because one was killed, is deleted when the run is resumed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Rewriting the stores of a run for another number of ranks, piece by piece, without a process group."""
+"""Rewriting the stores of a run for another number of ranks, piece by piece, without a process group.
+
+Shares begin at gradient blocks, and so do the pieces that are copied, for which every state has whole pages: no byte is
+looked into. The old stores are opened at the last common step, and not changed. Each new store is committed when it is
+complete, under the name of a new run; as long as one is missing, none is resumed.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +28,17 @@ from memascend.layout.shards import Shard, channels_of
 from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
 from memascend.offloading.locations import PATTERN, by_rank, locations_of
 from memascend.offloading.native import when_free
+from memascend.plan.arena import Arena
 from memascend.runs.common_step import opened_at_common_step
 from memascend.runs.resume import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memascend.offloading.locations import RankLocations
+    from memascend.options import RankLocations
 
+#: The sizes of an arena without updates.
+_LEAST = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
 #: Elements that are copied at once: whole gradient blocks, at which shares begin.
 PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
 #: The most bytes of them: those of float32.
@@ -317,9 +325,7 @@ class _Copied:
     def write(self, target: list[Path], rank: int, record: str) -> None:
         """Make the store of a new rank in `target`."""
         # A store without updates: its arena is the buffer, and the least of everything else.
-        lines = [("copies", PIECE_BYTES, 1)]
-        least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
-        runtime = Runtime(target, lines, [], *least, in_place=True, allocator="pageable")
+        runtime = Runtime(target, Arena([("copies", PIECE_BYTES, 1)], [], *_LEAST), in_place=True, allocator="pageable")
         try:
             unit = runtime.add_unit()
             for array in self.arrays:
@@ -405,5 +411,4 @@ def _remove(target: list[Path]) -> None:
     """Remove a new store, which is complete, where those of other ranks are not."""
     if not KeptStore.is_there(target):
         return
-    least = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
-    Runtime(target, [], [], *least, resume=True, allocator="pageable").close(keep=False)
+    Runtime(target, Arena([], [], *_LEAST), resume=True, allocator="pageable").close(keep=False)

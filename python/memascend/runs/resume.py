@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -23,28 +24,34 @@ from memascend.formats.transformers_models import model_of_record
 from memascend.layout.division import divide
 from memascend.layout.tables import find_tables
 from memascend.layout.units import StoreMoments, StorePlane, partition
-from memascend.machine.threads import update_threads
 from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
-from memascend.offloading.computing import Computing
-from memascend.offloading.locations import REPLACE, paths_of
+from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
+from memascend.offloading.opening import open_session, opening
 from memascend.offloading.rank_hooks import hooks_for
-from memascend.offloading.session import Session
 from memascend.optim.record import empty_parameters
-from memascend.plan.automatic import plan_for
+from memascend.options import RECORDED, REPLACE
 from memascend.ranks.group import Ranks
-from memascend.ranks.membership import Membership, refuse_share
+from memascend.ranks.membership import refuse_share
 from memascend.runs.common_step import go_to_common_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memascend.layout.units import Unit
-    from memascend.offloading.locations import RankLocations
+    from memascend.offloading.computing import Computing
+    from memascend.offloading.session import Session
     from memascend.optim.base import OffloadedOptimizer
+    from memascend.options import Activations, RankLocations, Tuning, Update
 
 _log = logging.getLogger("memascend")
+
+#: The options that a session which goes back to a checkpoint is opened with again.
+_AS_OPENED = (
+    *("device", "device_memory", "recompute", "activations", "batch_tokens", "micro_batch_size", "update"),
+    "durability",
+)
 
 
 @dataclass(frozen=True)
@@ -92,14 +99,14 @@ def resume(
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     recompute: bool | None = None,
-    activations: str | None = None,
+    activations: Activations | None = None,
     batch_tokens: int | tuple[int, int] | None = None,
     micro_batch_size: int | None = None,
-    update: str = "forward",
-    keep_store: bool | str | None = None,
+    update: Update = "forward",
+    keep_store: bool | Literal["replace"] | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
     process_group: Any = None,
-    **options: Any,
+    **options: Unpack[Tuning],
 ) -> Resumed:
     """Go on with a run from its last durable step, whatever stopped it. Only the manifest is read.
 
@@ -125,24 +132,17 @@ def resume(
     Raises:
         StoreError: the store does not exist, is in use, or is damaged.
         CheckpointError: the store holds another model than the one given, or cannot be understood.
-        BudgetError: as in `memascend.offload`.
+        BudgetError, DeviceError, TypeError, ValueError: as in `memascend.offload`.
     """
+    keywords = locals()
     if keep_store == REPLACE:
         raise ValueError("keep_store='replace' deletes the run that is to be resumed: leave it out")
     return_large_blocks_to_system()
-    ranks = Ranks.of(process_group)
-    paths = paths_of(store, process_group)
-    if ranks is not None:
-        durability = over_ranks.check_options(
-            host_memory=host_memory,
-            host_memory_max=host_memory_max,
-            fused_loss=False,
-            gradients="auto",
-            update=update,
-            durability=durability,
-            store=paths,
-        )
-    with over_ranks.telling(ranks):
+    # The record says what these were, once it is read.
+    as_before = [name for name in RECORDED if keywords.get(name) is None]
+    given = {name: value for name, value in keywords.items() if name not in as_before}
+    with opening(resume, given) as (chosen, ranks):
+        paths = paths_of(store, process_group)
         tags = None if ranks is None else go_to_common_step(paths, ranks)
         if tags is not None and tag is not None and tag not in tags:
             raise CheckpointError(f"the stores of the ranks have no checkpoint {tag} together, but {sorted(tags)}")
@@ -158,42 +158,10 @@ def resume(
                 model = model_of_record(record["model"])
         else:
             _free_closed(model)
-        recompute = record["recompute"] if recompute is None else recompute
-        micro_batch_size = record.get("micro_batch_size") if micro_batch_size is None else micro_batch_size
-        # They change bits, so they are those of the run.
-        fused_loss, gradients = record["fused_loss"], record["gradients"]
-        computing = Computing.of(
-            device,
-            device_memory,
-            recompute,
-            activations,
-            batch_tokens,
-            fused_loss,
-            gradients,
-            update,
-            micro_batch_size,
-        )
-        if ranks is not None:
-            over_ranks.compare_devices(ranks, computing)
-        units = _divide(model, record, computing, ranks)
-        on_device = computing.device is not None
-        threads = update_threads(on_device, options.get("compute_threads"))
-        plan, automatic = plan_for(units, host_memory, host_memory_max, update, on_device, threads)
-        session = Session(
-            model,
-            units,
-            plan,
-            paths,
-            computing=computing,
-            keep_store=keep_store,
-            durability=durability,
-            source=record["model"],
-            options=options,
-            automatic=automatic,
-            resume=True,
-            tag=tag,
-            membership=None if ranks is None else Membership(ranks, record["ranks"]["run"]),
-        )
+        recorded: dict[str, Any] = {name: record.get(name) for name in as_before}
+        chosen = replace(chosen, **recorded)
+        units_of = partial(_divide, model, record, ranks=ranks)
+        session = open_session(model, chosen, ranks, units_of, lambda: record["model"], tag=tag, resumes=record)
         hooks = hooks_for(session)
         try:
             if tags is not None:
@@ -297,16 +265,16 @@ def restore_checkpoint(
     whole = session.model()
     kept, session.keep_store = session.keep_store, True
     follows_machine = session.follows_machine
-    group, opened_with = None, session.opened_with
+    options, group, store = session.options, None, cast("RankLocations", session.paths)
     if session.membership is not None:
         ranks = session.membership.ranks
-        group = ranks.group
         # The locations are those of this rank already.
-        opened_with = opened_with | {"store": [opened_with["store"]] * ranks.size}
+        group, store = ranks.group, [session.paths] * ranks.size
         ranks.meet(f"restore checkpoint {tag}")
     # As after a failure: the steps that follow the checkpoint need not be completed.
     session.close(failed=True, resumes=True)
     return resume(
+        store,
         model=whole,
         tag=tag,
         host_memory=AUTO if follows_machine else session.host_memory,
@@ -314,7 +282,8 @@ def restore_checkpoint(
         keep_store=kept,
         optimizer_classes=optimizer_classes,
         process_group=group,
-        **opened_with,
+        **{name: getattr(options, name) for name in _AS_OPENED},
+        **options.tuning,
     )
 
 
@@ -376,8 +345,8 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
         parameter.requires_grad_(laid_out_trained)
     if ranks is not None:
         _refuse_pieces(model, computing)
-    fused_loss = computing.fused_loss if ranks is None else None
-    units = partition(model, computing.torch_device, fused_loss, computing.gradients, computing.uploads)
+    fused_loss = computing.options.fused_loss if ranks is None else None
+    units = partition(model, computing.torch_device, fused_loss, computing.options.gradients, computing.uploads)
     if ranks is not None:
         divide(units, ranks.rank, ranks.size)
     for name, parameter in model.named_parameters():
@@ -395,7 +364,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
 
 def _refuse_pieces(model: nn.Module, computing: Computing) -> None:
     """Raise CheckpointError for a run of one process that has computed its loss in pieces: ranks have other bits."""
-    if find_tables(model, computing.fused_loss) - find_tables(model, False):
+    if find_tables(model, computing.options.fused_loss) - find_tables(model, False):
         raise CheckpointError(
             "the run computes its loss in pieces (fused_loss), which ranks do not yet: resume it with one process"
         )

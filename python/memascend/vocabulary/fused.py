@@ -1,4 +1,4 @@
-"""The loss in pieces for a model in memory: the same bits as those of the offloaded model."""
+"""The loss in pieces for a model in memory: the bits of the offloaded model."""
 
 from __future__ import annotations
 

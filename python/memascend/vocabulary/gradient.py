@@ -1,9 +1,9 @@
 """The gradient of a table, made block by block when it is asked for.
 
-A `TableGradient` has the table's shape and no memory. It holds sources: what the backward pass left of each use of the
-table. A source makes the gradient of one block of rows. Autograd's sum of two is one with the sources of both, in
-order: blocks are then added in the table's dtype, as autograd would add the whole gradients, so the bits are the same.
-Every other operation makes it an ordinary tensor first.
+A `TableGradient` has the table's shape and no memory. It holds sources: the results of the backward pass for each use
+of the table. A source makes the gradient of one block of rows. Autograd's sum of two is one with the sources of both,
+in order: blocks are then added in the table's dtype, as autograd would add the whole gradients, so the bits are the
+same. Every other operation makes it an ordinary tensor first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """What the backward pass left of one use of a table."""
+    """The result of the backward pass for one use of a table."""
 
     #: Whether `block` needs the table's values.
     needs_weights: bool
@@ -58,7 +58,7 @@ class RowsSource:
 
 
 class FoundRowsSource:
-    """The gradient of a lookup of rows that the host knows: a device computes what they get at once.
+    """The gradient of a lookup of rows that the host knows: a device computes all their gradients at once.
 
     As for the whole table, one call adds up the gradients of all tokens, so that the device adds in the same order.
     """
@@ -141,7 +141,7 @@ def _add_up(sources: tuple[Source, ...], first: int, count: int, weights: torch.
 
 
 class _Contents:
-    """What a gradient and its aliases share: sources, or values once they were asked for."""
+    """State shared by a gradient and its aliases: sources, or values once they were asked for."""
 
     __slots__ = ("sources", "table", "values", "version")
 
@@ -175,7 +175,7 @@ class TableGradient(torch.Tensor):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What its blocks are made from. Empty for zero, and once it was made dense."""
+        """Sources of its blocks. Empty for zero, and once it was made dense."""
         return self._contents.sources
 
     @property
@@ -207,7 +207,7 @@ class TableGradient(torch.Tensor):
         return _add_up(self._terms(), first, count, weights)
 
     def _terms(self) -> tuple[Source, ...]:
-        # What has no sources is zero, and adding to zero is no copy: 0 + -0 is 0.
+        # A gradient without sources is zero, and adding to zero is no copy: 0 + -0 is 0.
         return self.sources or (ConstantSource(self.table, 0.0),)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class TableGradient(torch.Tensor):
 
         args, kwargs = pytree.tree_map(values_of, (args, kwargs))
         result = func(*args, **kwargs)
-        # What a function wrote to is the gradient itself, not its values.
+        # A function writes to the gradient itself, not to its values.
         return pytree.tree_map(lambda leaf: wrappers.get(id(leaf), leaf), result)
 
     def numpy(self, *, force: bool = False) -> Any:

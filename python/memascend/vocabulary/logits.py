@@ -1,14 +1,17 @@
 """Logits that are computed only if a program reads them.
 
 A `DeferredLogits` is what a head returns: a tensor of shape, dtype, device and autograd history of the logits, without
-memory for them. What a model does to its logits before the loss (scaling, a soft cap, conversion, views and slices of
-the leading dimensions) gives another one, which remembers its parent. `torch.nn.functional.cross_entropy` of it is the
-loss in pieces. Any other function first computes the logits, by blocks of the table, and runs on them.
+memory for them. An operation on logits before the loss (scaling, a soft cap, conversion, views and slices of the
+leading dimensions) gives another one, which remembers its parent. `torch.nn.functional.cross_entropy` of it is the loss
+in pieces. Any other function first computes the logits, by blocks of the table, and runs on them.
 
 PyTorch's autograd records every function on them, as it does for any tensor: operations arrive below it
 (`__torch_dispatch__`). So gradients of whatever a program does are right by construction. One thing differs: the loss
 in pieces makes no gradient of the logits, so a program that wants it (`retain_grad`, `register_hook`) asks before the
 loss, which then runs on computed logits.
+
+The remembered steps refer to no tensor: a tanh saves its result, and would hold its own node, with the
+graph behind it, for ever.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _aten = torch.ops.aten
 
 @dataclass(slots=True)
 class _Head:
-    """What the logits of one call of a head are made from."""
+    """Inputs of the logits of one call of a head."""
 
     table: Table
     #: As the program gave them, with their history: (..., width), (rows, width), (rows,).
@@ -101,7 +104,7 @@ class _Contents:
 
     @torch.no_grad()
     def compute(self) -> torch.Tensor:
-        """Return the values, an ordinary tensor without history; views share the memory of what they show."""
+        """Return the values, an ordinary tensor without history; views share memory."""
         if self.result is None:
             if self.parent is None or self.operation is None:
                 self.result = self.head.compute()
@@ -177,7 +180,7 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits._make(_Contents(head, head.dtype), like)
 
     def _derive(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> DeferredLogits:
-        """Return what an operation will give once it is computed."""
+        """Return the deferred result of an operation."""
         shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         meta = {name: value for name, value in kwargs.items() if name != "device"}
         like = func(shape, *args, **meta)
@@ -222,7 +225,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Remember what can be remembered; run everything else on the values."""
+        """Remember supported steps; run everything else on the values."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, DeferredLogits) and not first.is_computed and _remembered(func, first, args[1:], kwargs):
@@ -234,7 +237,7 @@ class DeferredLogits(torch.Tensor):
         written = func._schema.is_mutable
         wrappers: dict[int, DeferredLogits] = {}
         for leaf in leaves:
-            # What was derived before this write has the values of before.
+            # Logits derived before this write have the values of before.
             for relative in list(leaf._contents.head.derived) if written else ():
                 relative.compute()
             wrappers[id(leaf.computed())] = leaf
@@ -288,11 +291,11 @@ _WITHOUT_HISTORY = frozenset(
 _WATCHING = frozenset((_T.register_hook, _T.retain_grad))
 
 
-# ---- what is remembered ---------------------------------------------------------------------------------------------
+# ---- remembered steps -----------------------------------------------------------------------------------------------
 
 
 def is_answered_elsewhere(cls: type, types: Sequence[type]) -> bool:
-    """Whether a function on `types` is for a class other than `cls` to run: one that has its values elsewhere."""
+    """Return whether a function on `types` belongs to a class other than `cls`, with values elsewhere."""
     return any(
         not issubclass(kind, cls) and not getattr(kind, "answers_last", False) and _answer_of(kind) is not _DEFAULT
         for kind in types
@@ -316,7 +319,7 @@ def _of_leading_dimension(logits: DeferredLogits, args: tuple, kwargs: dict[str,
 
 
 def _remembered(func: Any, logits: DeferredLogits, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is one of those that models do before the loss."""
+    """Return whether an operation is one that models do before the loss."""
     if func in (_aten.mul.Tensor, _aten.div.Tensor):
         return not kwargs and len(args) == 1 and _is_number(args[0]) and logits.dtype.is_floating_point
     if func in (_aten.tanh.default, _aten.alias.default, _aten.detach.default):
@@ -336,7 +339,7 @@ def _remembered(func: Any, logits: DeferredLogits, args: tuple, kwargs: dict[str
 
 
 def _step(operation: tuple[Callable, tuple, dict[str, Any]], dtype: torch.dtype) -> Step | None:
-    """Return what an operation does to the logits' values, or None for one that moves them only."""
+    """Return the step of an operation on the logits' values, or None for one that moves them only."""
     func, args, kwargs = operation
     if func is _aten.mul.Tensor:
         return Multiply(args[0])
@@ -414,7 +417,7 @@ def _loss(
 
 
 def _is_cut(logits: DeferredLogits) -> bool:
-    """Whether the logits have no history although the head's inputs have one."""
+    """Return whether the logits have no history although the head's inputs have one."""
     head = logits._contents.head
     inputs = (head.hidden, head.weight, head.bias)
     return not logits.requires_grad and any(tensor is not None and tensor.requires_grad for tensor in inputs)

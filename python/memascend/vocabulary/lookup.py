@@ -50,7 +50,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, table: Table, padding_idx: int | None = None) -> torch.Tensor:
-    """Look up `ids` (...) in a table: what `torch.nn.functional.embedding` does, and its bits, forward and backward.
+    """Look up `ids` (...) in a table, with the bits of `torch.nn.functional.embedding`, forward and backward.
 
     `weight` is the parameter that gets the gradient; its values are read from `table`.
     """

@@ -1,14 +1,17 @@
 """The loss of a head in pieces: the logits, tokens x vocabulary, are never whole.
 
 The table is read once forward and once backward, block by block in order. Four products are made where PyTorch makes
-three: the logits twice, the gradient of the hidden states (in the forward pass) and that of the weights, which is a
+three: the logits twice, the gradient of the hidden states (in the forward pass) and of the weights, which is a
 `TableGradient`: each of its blocks is made when it is asked for. See `memascend.vocabulary.pieces` for the arithmetic.
 
-How far results are from those of PyTorch's cross entropy on whole logits:
+Distance of results from PyTorch's cross entropy on whole logits:
 - float32: losses within 1e-6 of the largest, gradients within 1e-5 of the largest element.
 - bfloat16: the logits are rounded alike. Partial sums of gradients are rounded, as autograd rounds the gradients of
   the logits: within 2**-6 of the largest element.
 `tests/vocabulary/test_loss.py` holds them to that.
+
+On a device, pieces have as many logits as the hidden states have elements, because starting kernels takes as long as
+much arithmetic.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_losses: torch.Tensor) -> Any:
-        """Scale the hidden states' gradient; keep what the weight's is made from."""
+        """Scale the hidden states' gradient; keep the inputs of the weight's."""
         with torch.no_grad():
             gradients = _Loss._gradients(ctx, grad_losses)
         return *differentiable_once(*gradients), None, None, None, None, None
@@ -166,7 +169,7 @@ def loss_in_pieces(
     """
     told = labels
     if labels.device.type == "cuda":
-        # What is asked of them is computed on the host, which waits once for the device to tell them.
+        # Their statistics are computed on the host, which waits once for the device to tell them.
         known = on_host(labels)
         told = labels.cpu() if known is None else known
     kept = (told != ignore_index).nonzero().squeeze(1)
@@ -205,7 +208,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of the logits `hidden @ weight.T + bias`, which are never whole.
 
-    What `cross_entropy(linear(hidden, weight, bias).float(), labels)` of `torch.nn.functional` returns, in the memory
+    The result of `cross_entropy(linear(hidden, weight, bias).float(), labels)` of `torch.nn.functional`, in the memory
     of a piece: a chunk of tokens by a block of the vocabulary. Under autocast the product has autocast's dtype.
 
     - `hidden`: (..., width). `weight`: (vocabulary, width), the head's, in memory or offloaded. `bias`: (vocabulary,).

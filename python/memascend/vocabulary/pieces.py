@@ -2,8 +2,8 @@
 
 The log-sum-exp of a token is kept as a running maximum and a running sum of exponentials (Milakov and Gimelshein 2018,
 "Online normalizer calculation for softmax"), in float32 (float64 for float64 logits), and so is the gradient of its
-hidden state, which is rescaled when the maximum grows, as FlashAttention does with its output. The idea of never having
-the logits whole is that of Liger-Kernel's fused linear cross entropy and of Cut Cross-Entropy (arXiv 2411.09009).
+hidden state, which is rescaled when the maximum grows, as FlashAttention does with its output. Never having the logits
+whole is an idea of Liger-Kernel's fused linear cross entropy and of Cut Cross-Entropy (arXiv 2411.09009).
 
 - A logit is rounded as `nn.Linear` and the model's own steps round it; then all is float32.
 - The label's own column is left out of the running sum and the running gradient, since probability - 1, its
@@ -107,7 +107,7 @@ class _ByBlock:
     """
 
     def __init__(self, labels: torch.Tensor, origin: int, height: int, device: torch.device) -> None:
-        """Sort labels (N,) in host memory by blocks of `height` rows, of which one begins at row `origin`."""
+        """Sort labels (N,) in host memory by blocks of `height` rows, one beginning at row `origin`."""
         self._origin, self._height = origin, height
         blocks = (labels - origin).div(height, rounding_mode="floor")
         #: The blocks in order; the tokens of each in order; and their rows in it.
@@ -128,7 +128,7 @@ class _ByBlock:
         return rows == self._height or begin == end or int(self._columns[begin:end].max()) < rows
 
     def labelled(self, chunk: slice, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Tokens.labelled`, of the block that begins at row `first`."""
+        """Return the result of `Tokens.labelled`, of the block that begins at row `first`."""
         begin, end = self._of(first)
         ends = torch.searchsorted(self._tokens[begin:end], torch.tensor([chunk.start, chunk.stop]))
         low, high = (ends + begin).tolist()
@@ -138,7 +138,7 @@ class _ByBlock:
 
 @dataclass(slots=True)
 class Losses:
-    """What a read of the table leaves for each token."""
+    """Results of a read of the table for each token."""
 
     peak: torch.Tensor  # (N,): the maximum of the logits
     total: torch.Tensor  # (N,): the sum of exp(logit - peak)
@@ -255,7 +255,7 @@ class HeadSource:
         dtype: torch.dtype,
         rows: int,
     ) -> None:
-        """Take what the forward pass left, the gradient (N,) of the losses, and dtype and rows of the table."""
+        """Take the results of the forward pass, the gradient (N,) of the losses, and dtype and rows of the table."""
         self.tokens, self.bias, self.recipe, self.dtype, self.rows = tokens, bias, recipe, dtype, rows
         self._piece_elements, self._product_elements = _sizes(tokens.hidden)
         self.peak = losses.peak.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What a model does to its logits before the loss: scales them, caps them, converts them.
+"""Operations of a model on its logits before the loss: scaling, caps, conversion.
 
 Each step runs on a piece of the logits in the dtype in which the model runs it on all of them, forward and backward, so
 that every value is rounded as often as it is in PyTorch.
@@ -66,7 +66,7 @@ def dtype_after(steps: Sequence[Step], dtype: torch.dtype) -> torch.dtype:
 
 
 def is_linear(steps: Sequence[Step]) -> bool:
-    """Whether the derivative of the steps is the same number for all logits."""
+    """Return whether the derivative of the steps is the same number for all logits."""
     return not any(isinstance(step, Tanh) for step in steps)
 
 

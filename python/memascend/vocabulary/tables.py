@@ -41,7 +41,7 @@ class MemoryTable:
     rows_from_host = False
 
     def __init__(self, weight: torch.Tensor, rows_of_block: int | None = None) -> None:
-        """Take a weight (rows, width), and the rows of a block unless they are those of a store."""
+        """Take a weight (rows, width), and the rows of a block unless they are a store's."""
         self._weight = weight.detach()
         self.rows, self.width = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
@@ -71,7 +71,7 @@ def find_tables_by(finder: Callable[[torch.Tensor], Table | None]) -> None:
 
 
 def table_of(weight: torch.Tensor) -> Table:
-    """Return the table of a weight: that of the store that holds it, or else one over the weight in memory."""
+    """Return the table of a weight: the store's that holds it, or else one over the weight in memory."""
     for finder in _finders:
         table = finder(weight)
         if table is not None:

@@ -11,7 +11,7 @@ import pytest
 
 
 class _Books:
-    """What the runtime of this process found wrong."""
+    """Faults that the runtime of this process found."""
 
     def __init__(self):
         self._library = ctypes.CDLL(os.path.join(os.environ["REHEARSAL"], "libcudart-rehearsal.so"))

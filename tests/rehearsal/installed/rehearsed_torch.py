@@ -1,4 +1,4 @@
-"""PyTorch on the stand-in device: the CPU computes its CUDA operators, and what has no stand-in is turned off."""
+"""PyTorch on the stand-in device: the CPU computes its CUDA operators, and other features are turned off."""
 
 import ctypes
 import os

@@ -35,7 +35,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
-        # Modules are asked for the source of what they show.
+        # Modules are asked for the source of their contents.
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._change(module)

@@ -35,11 +35,11 @@ pub struct AppliedGradient {
     pub ready: DeviceEvent,
     /// The event before which the unit's weights are not written: a copy to the device reads them.
     pub unread: Option<DeviceEvent>,
-    /// What the factors of the channels are found from, for an update that takes them.
+    /// Inputs of the channels' factors, for an update that takes them.
     pub projected: Option<ProjectedNumbers>,
 }
 
-/// What a device has measured of a gradient, and how that becomes the factors of the channels.
+/// Measurements of a gradient by a device, and how they become the factors of the channels.
 pub struct ProjectedNumbers {
     /// Device address of the numbers.
     pub address: usize,

@@ -1,4 +1,8 @@
 //! Gradients captured from the device.
+//!
+//! A gradient is measured where it is: a warp sums the squares of a block of 65,536 elements in the order of
+//! the CPU's kernels, so the norm has the same bits wherever it was taken. A gradient that is added to a sum
+//! on the host is added, and measured, on the host.
 
 use std::sync::Arc;
 

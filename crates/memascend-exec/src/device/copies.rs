@@ -98,11 +98,11 @@ unsafe impl Send for HostCopy {}
 // SAFETY: as above.
 unsafe impl Sync for HostCopy {}
 
-/// What to copy from the device, and how to cut it.
+/// The source of a copy from the device, and how to cut it.
 pub(crate) struct Download {
     /// Device address of the first byte.
     pub(crate) source: usize,
-    /// Bytes of a piece: at most those of a chunk.
+    /// Bytes of a piece: at most a chunk.
     pub(crate) piece_bytes: usize,
     /// Bytes of all pieces together.
     pub(crate) bytes: usize,

@@ -1,4 +1,10 @@
 //! The link to one CUDA device: its streams, and the threads that wait for them.
+//!
+//! Streams, events and copies are made here and not by PyTorch, which computes on its current stream, whose
+//! handle is passed in. So a small set of functions of libcudart carries all the ordering, and
+//! `crates/memascend-mem/tests/fake_cudart.c` can stand in for it: its streams run as late as CUDA would
+//! allow, in seeded orders, and vector clocks report accesses that nothing orders. `tests/rehearsal/` puts
+//! the same runtime under PyTorch.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -157,9 +163,8 @@ impl DeviceLink {
     /// uses of the gradient wait for the capture.
     ///
     /// # Safety
-    /// The addresses in `source` are those of device memory that holds `numel` elements of the
-    /// gradient's dtype, and the sums with their flag. Both live and are not written from `ready`
-    /// until the capture has ended.
+    /// The addresses in `source` are of device memory with `numel` elements of the gradient's dtype, and of
+    /// the sums with their flag. Both live and are not written from `ready` until the capture has ended.
     ///
     /// # Panics
     /// As [`Gradients::capture`], and if there are `sums` of another number of blocks, or of a
@@ -178,12 +183,11 @@ impl DeviceLink {
     }
 
     /// Hands a gradient in device memory to its update, chunk by chunk as it arrives in `staging`, in the
-    /// order of the captures. `update` is of the executor whose chunks are those of `staging`.
+    /// order of the captures. `update` is of the executor that shares the chunks of `staging`.
     ///
     /// # Safety
-    /// The addresses in `source` are those of device memory of as many bytes, the gradient of `update` and
-    /// the numbers. Both live and are not written from [`AppliedGradient::ready`] until
-    /// [`Applying::is_done`].
+    /// The addresses in `source` are of device memory of as many bytes: the gradient of `update` and the
+    /// numbers. Both live and are not written from [`AppliedGradient::ready`] until [`Applying::is_done`].
     pub unsafe fn apply(
         &self,
         staging: &Arc<Staging>,

@@ -37,7 +37,7 @@ struct Group<T> {
     end: Option<Result<Arc<CudaEvent>>>,
 }
 
-/// A piece in host memory, and what it is for.
+/// A piece in host memory, and its purpose.
 pub(crate) struct Piece<T> {
     pub(crate) room: LeaseSlice,
     pub(crate) purpose: T,
@@ -45,7 +45,7 @@ pub(crate) struct Piece<T> {
 }
 
 impl<T> Piece<T> {
-    /// What the piece is for, and the chunk that it lies in.
+    /// The purpose of the piece, and its chunk.
     pub(crate) fn into_parts(self) -> (T, Arc<Lease>) {
         (self.purpose, self.chunk)
     }
@@ -103,9 +103,9 @@ impl<'a, T> Pieces<'a, T> {
         if self.count < FEW { 0 } else { CHUNKS_LEFT }
     }
 
-    /// Enqueues the copy of a piece of `bytes` bytes from device address `source` to `chunk` from `offset` on. The
-    /// error of a copy that cannot be enqueued is returned at once, those of its execution with the piece. A piece that
-    /// `joins` is in the group of the piece before, if that group is open.
+    /// Enqueues the copy of a piece of `bytes` bytes from device address `source` to `chunk` from `offset`
+    /// on. The error of a copy that cannot be enqueued is returned at once, errors of its execution with the
+    /// piece. A piece that `joins` is in the group of the piece before, if that group is open.
     ///
     /// # Safety
     /// `source` is the address of as many bytes of device memory, which live and are not written until the piece is

@@ -1,4 +1,8 @@
 //! Updates of tensors whose gradients arrive chunk by chunk.
+//!
+//! Each chunk is a job of its own, so fetches of other units go between the chunks. The first chunk asks the
+//! store for the tensor's next extent. A gradient that does not arrive completely fails the unit, since a
+//! part of the tensor may have been updated.
 
 use std::sync::{Arc, OnceLock};
 
@@ -23,7 +27,7 @@ pub struct ArrivingUpdate {
     whole: Option<Underway>,
 }
 
-/// What the chunks of one update have in common.
+/// State shared by the chunks of one update.
 pub(super) struct Arriving {
     pub(super) weights: UnitWeights,
     pub(super) tensor: Arc<UpdateTensor>,

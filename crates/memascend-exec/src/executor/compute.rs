@@ -130,8 +130,7 @@ fn update(work: &Work, segment: &Segment, start: usize, numel: usize) {
     }
 }
 
-/// Where the weights of elements `start .. start + numel` lie, of which there are as many in
-/// memory.
+/// Address of the weights of elements `start .. start + numel`, all of them contiguous in memory.
 fn weight_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *mut u8 {
     let element = work.tensor.dtype.bytes();
     match (&segment.host, &work.weights) {
@@ -166,8 +165,7 @@ fn widen_gradient(work: &Work) {
     unsafe { widen(source.address().as_ptr(), target.address().as_ptr(), numel) };
 }
 
-/// Where the gradient of elements `start .. start + numel` lies, of which there are as many in
-/// memory.
+/// Address of the gradient of elements `start .. start + numel`, all of them contiguous in memory.
 fn gradient_address(work: &Work, segment: &Segment, start: usize, numel: usize) -> *const u8 {
     let element = work.tensor.dtype.bytes();
     let bytes = numel * element;

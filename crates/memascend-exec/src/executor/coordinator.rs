@@ -163,8 +163,8 @@ impl Coordinator {
         Ok(Begun { places, layout })
     }
 
-    /// Starts the pieces of some elements of a tensor, from the start of a chunk on. `gradient_chunks`
-    /// are those of their gradient, if it lies in chunks.
+    /// Starts the pieces of some elements of a tensor, from the start of a chunk on. `gradient_chunks` hold
+    /// their gradient, if it lies in chunks.
     fn start_pieces(
         &self,
         job: &Started<'_>,
@@ -225,7 +225,7 @@ impl Coordinator {
         self.store.transfer(Operation::Read, extent, 0, buffer, done);
     }
 
-    /// Ends the stay of what reaches beyond the first `from` bytes of a tensor.
+    /// Evicts the bytes of a tensor after `from`.
     fn let_go(&self, pending: &Arc<Pending>, ticket: &Ticket, tensor: TensorId, from: u64) {
         let from = from.next_multiple_of(PAGE_BYTES as u64);
         self.store.let_go(self.store.current(tensor), from, || {
@@ -315,7 +315,7 @@ impl Coordinator {
         Ok(())
     }
 
-    /// The memory of a piece, and what is to be read into it: its states, and a spilled gradient. A
+    /// The memory of a piece, and its reads: states, and a spilled gradient. A
     /// slot is taken only by a piece that needs it.
     fn areas(&self, piece: &NewPiece<'_>) -> Result<(Areas, Vec<ReadInto>)> {
         let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, .. } = piece;
@@ -394,7 +394,7 @@ impl Coordinator {
             });
             let bytes = buffer.bytes();
             self.store.transfer(Operation::Read, extent, offset as u64, buffer, done);
-            // The update runs where some of it may be kept: what was kept is no longer the old value.
+            // The update runs where some of it may be resident: resident bytes are no longer the old value.
             self.store.forget_kept(extent, offset as u64, bytes);
         }
         join.ended(Ok(()));

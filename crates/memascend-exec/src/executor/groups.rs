@@ -15,14 +15,14 @@ pub(super) struct Groups {
 }
 
 impl Groups {
-    /// Groups of `elements` elements, of which no piece has begun.
+    /// Groups of `elements` elements, without any begun piece.
     pub(super) fn new(numel: usize, elements: usize) -> Self {
         let pending: Vec<Arc<Pending>> = (0..numel.div_ceil(elements)).map(|_| Arc::default()).collect();
         let beginning = pending.iter().map(|group| Some(group.begin())).collect();
         Self { numel, elements, pending, beginning }
     }
 
-    /// What counts the pieces of each group.
+    /// Counters of the pieces of each group.
     pub(super) fn pending(&self) -> Vec<Arc<Pending>> {
         self.pending.clone()
     }

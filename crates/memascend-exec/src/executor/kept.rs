@@ -1,4 +1,10 @@
 //! Memory in which states stay from one step to the next.
+//!
+//! All planes of a piece lie in one buffer, so that a buffer is free again when few pieces are evicted; with
+//! each plane where there was room, every buffer would hold a bit of something that stays. Eviction is a job
+//! like a fetch: it waits for the unit's `Pending` and later jobs of the unit wait for it. If the caller did
+//! it, it could come between the count that an update has waited for and the states that the update then
+//! reads.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -6,7 +12,7 @@ use memascend_mem::{Lease, LeaseSlice, LockExt, Pool};
 
 use crate::Result;
 
-/// How many buffers are filled at once. What does not fit in one may fit in another.
+/// How many buffers are filled at once. A piece that does not fit in one may fit in another.
 const OPEN_MAX: usize = 4;
 
 /// Buffers for planes that stay in memory. Each is filled with one piece after another, and returns
@@ -48,7 +54,7 @@ impl KeptStates {
             return Ok(None);
         }
         let mut open = self.open.locked();
-        // A buffer of which nothing is used any more has returned.
+        // An unused buffer has returned.
         open.retain(|(lease, _)| lease.strong_count() > 0);
         for (lease, filled) in &mut *open {
             if *filled + bytes <= self.bytes

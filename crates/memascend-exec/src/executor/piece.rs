@@ -1,4 +1,8 @@
 //! A piece of a tensor on its way through the pipeline, and where its parts lie in an update slot.
+//!
+//! Weights that have no unit buffer are read into the update slot, in smaller pieces where they do not fit
+//! beside states and gradient. A piece whose planes and weights stay in memory takes no slot, so an update in
+//! memory does not wait for one.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};

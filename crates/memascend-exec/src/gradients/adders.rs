@@ -9,13 +9,13 @@ use memascend_mem::{LeaseSlice, Origin};
 use super::GradientDtypes;
 use crate::{ExecError, Result};
 
-/// What is to be done with elements of a gradient.
+/// The operation on elements of a gradient.
 pub(super) enum Work {
     /// Copy them, without measuring.
     Copy { source: LeaseSlice, target: LeaseSlice },
-    /// Copy them, or add them to what is kept, and measure the result.
+    /// Copy them, or add them to the stored gradient, and measure the result.
     Merge { source: LeaseSlice, target: LeaseSlice, add: bool },
-    /// Measure what is kept.
+    /// Measure the stored gradient.
     Measure { kept: LeaseSlice },
 }
 
@@ -88,7 +88,7 @@ impl Work {
 }
 
 impl Adders {
-    /// At most `threads` threads, of which the caller is one: those that the system starts.
+    /// At most `threads` threads, the caller included: as many as the system starts.
     pub(super) fn new(threads: usize) -> Self {
         let (tasks, accepted) = unbounded::<Task>();
         let thread = |index| {

@@ -1,4 +1,9 @@
-//! Gradients on their way from a device: several at once, each of which ends as a whole.
+//! Gradients on their way from a device: several at once, and each ends as a whole.
+//!
+//! The copies of the next gradient are enqueued before the one before has arrived. Nothing waits
+//! for a chunk, a lock or a write while it holds chunks, since two threads that hold chunks and wait could
+//! deadlock. So a capture does not hold its gradient's lock between pieces; other users of the gradient look
+//! again, under the lock, whether a capture has begun.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -32,7 +37,7 @@ pub(crate) struct Arriving {
     enqueued: bool,
 }
 
-/// What a piece is for: part of a gradient, by the number of the gradient.
+/// Purpose of a piece: part of a gradient, by the number of the gradient.
 struct Purpose {
     gradient: usize,
     part: Part,
@@ -41,11 +46,11 @@ struct Purpose {
 enum Part {
     /// The elements of a chunk.
     Elements { index: usize, base: Base },
-    /// Sums of squares, behind the last of which lies the flag.
+    /// Sums of squares; the flag lies behind the last.
     Sums,
 }
 
-/// What elements join.
+/// The destination of elements.
 enum Base {
     /// Nothing; or a packed gradient, or a chunk in memory.
     Here {
@@ -56,8 +61,8 @@ enum Base {
     Ssd(ChunkRead),
 }
 
-/// Gradients on their way through one stream, in the order of their captures. The copies of the next are enqueued
-/// before those of one have arrived.
+/// Gradients on their way through one stream, in the order of their captures. The copies of the next are
+/// enqueued before one has arrived.
 pub(crate) struct Arrivals<'a> {
     pieces: Pieces<'a, Purpose>,
     /// The oldest first, which has the number `first`.
@@ -69,7 +74,7 @@ pub(crate) struct Arrivals<'a> {
 
 impl Gradients {
     /// Begins a capture from a device: until the capture has ended, every other use of the gradient
-    /// waits. The promise is that of the statistics of the result. A gradient whose copy fails is lost.
+    /// waits. The promise gives the statistics of the result. A gradient whose copy fails is lost.
     ///
     /// # Panics
     /// As [`Gradients::capture`], if the gradient is kept in another dtype than it is made in, and if
@@ -146,7 +151,7 @@ impl<'a> Arrivals<'a> {
         self.end_gradients();
     }
 
-    /// Ends the oldest gradients, of which nothing is on its way.
+    /// Ends the oldest gradients that have nothing on its way.
     fn end_gradients(&mut self) {
         while self.gradients.front().is_some_and(|oldest| oldest.enqueued && oldest.unsettled == 0) {
             self.first += 1;
@@ -188,8 +193,8 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// Notes that a record is about to change. Waits for what may still use it, but not while it holds chunks:
-    /// what it waits for may be waiting for one.
+    /// Notes that a record is about to change. Waits for its other users, but not while it holds chunks: they
+    /// may be waiting for one.
     fn begin(&mut self, record: &Arc<Record>, accumulate: bool) -> Result<()> {
         let earlier = self.gradients.len() - 1;
         let is_coming = |gradient: &Arriving| Arc::ptr_eq(&gradient.record, record);
@@ -311,7 +316,7 @@ impl Arriving {
         self.failure = taken.err();
     }
 
-    /// Adds pieces to what is kept, and measures the result.
+    /// Adds pieces to the stored gradient, and measures the result.
     fn keep(&mut self, pieces: Vec<Piece<Purpose>>) -> Result<()> {
         let (gradients, record) = (Arc::clone(&self.gradients), Arc::clone(&self.record));
         let mut place = record.place.locked();
@@ -342,7 +347,7 @@ impl Arriving {
         Ok(())
     }
 
-    /// What is to be done with the elements of a piece, and the chunk that has them then, unless the record has it.
+    /// The operation on the elements of a piece, and the chunk that has them then, unless the record has it.
     fn find_work(&self, place: &Place, piece: Piece<Purpose>) -> Result<(Option<Work>, Option<Kept>)> {
         let (source, length) = (piece.room.clone(), piece.room.bytes());
         let DeviceGradient { start, accumulate: add, sums, .. } = self.source;
@@ -427,7 +432,7 @@ mod tests {
     use crate::device::Outcome;
     use crate::{DeviceLink, Staging};
 
-    /// 16,384 sums fill the smallest chunk of bf16 gradients: those of a tensor of 2 GiB. Here
+    /// 16,384 sums fill the smallest chunk of bf16 gradients: a tensor of 2 GiB. Here
     /// chunks are a page.
     #[test]
     fn sums_that_fill_more_than_a_chunk_are_added_in_order() {

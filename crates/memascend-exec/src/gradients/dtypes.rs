@@ -1,4 +1,8 @@
-//! Dtypes of a gradient, and how one joins what is kept of it.
+//! Dtypes in which a gradient is made and stored, and accumulation between them.
+//!
+//! A gradient may be stored in fewer bits than it is made in. It is rounded to bf16 in the pass that checks
+//! and sums it, so both are of the stored values. Each piece is widened in the update slot before the kernel
+//! runs: kernels know one dtype for weight and gradient.
 
 use memascend_kernels::{
     Dtype, GradientStats, add_bf16, add_f16, add_f32, copy_bf16, copy_f16, copy_f32, round_gradient,
@@ -11,7 +15,7 @@ const WIDENED: usize = 1024;
 /// In which dtype a gradient comes, and in which it is kept until the update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GradientDtypes {
-    /// As autograd makes it, and as the update takes it: that of the weight.
+    /// As autograd makes it, and as the update takes it: the dtype of the weight.
     made: Dtype,
     kept: Dtype,
 }

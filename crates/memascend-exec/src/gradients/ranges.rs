@@ -10,7 +10,7 @@ use memascend_store::Extent;
 use super::{Chunk, GradientId, Gradients, Place, Record};
 use crate::{ExecError, Result};
 
-/// A gradient on its way. Its values become those of the gradient in [`Gradients::end_ranges`];
+/// A gradient on its way. [`Gradients::end_ranges`] makes its values the gradient's;
 /// until then the gradient is empty, and it stays empty if this value is dropped before.
 pub struct GradientRanges {
     record: Arc<Record>,
@@ -29,9 +29,8 @@ pub struct GradientRanges {
 }
 
 impl Gradients {
-    /// Begins to capture the whole gradient of a tensor that moves alone, in ranges: copies them,
-    /// or adds them to the gradient so far if `accumulate`. The result is that of one
-    /// [`Gradients::capture`] of all.
+    /// Begins to capture the whole gradient of a tensor that moves alone, in ranges: copies them, or adds
+    /// them to the gradient so far if `accumulate`. The result equals one [`Gradients::capture`] of all.
     ///
     /// # Errors
     /// If the gradient is a pack's, or a spill of it failed.
@@ -121,7 +120,7 @@ impl Gradients {
         while !source.is_empty() {
             let at = ranges.added * element;
             let (index, inside) = (at / chunk_bytes, at % chunk_bytes);
-            // Whole chunks, the last of which may be short, are not copied.
+            // Whole chunks are not copied; the last may be short.
             let whole = match source.len() {
                 bytes if at + bytes == total => bytes,
                 bytes => bytes / chunk_bytes * chunk_bytes,

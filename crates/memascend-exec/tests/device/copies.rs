@@ -1,4 +1,4 @@
-//! What is put aside comes back, in order, and a copy that fails is told.
+//! Stored bytes come back, in order, and a failed copy is reported.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -86,7 +86,7 @@ fn a_copy_that_fails_is_told_to_what_waits_for_it_and_harms_no_other() {
             assert!(device_failure(restore.enqueued()).contains("cudaMemcpyAsync"));
             rig.fake.fail(c"cudaMemcpyAsync", 0);
             assert!(device_failure(rig.restore(&stash, &mut target).enqueued()).contains("cudaMemcpyAsync"));
-            // What failed is gone, so that it is not taken for a gradient; all else goes on.
+            // A failed gradient is gone, so that it is not taken for one; all else goes on.
             pending.wait().unwrap();
             assert!(rig.read(id, part.len()).iter().all(|byte| *byte == 0));
             let found = rig.capture(id, 0, dtype, &part, true, None).unwrap().wait().unwrap();

@@ -1,6 +1,6 @@
-//! Copies to and from a device, a simulated one: what comes from there is kept as what comes from
-//! host memory, whatever runs when; memory is given back when no copy uses it; and no thread waits
-//! for what fails.
+//! Copies to and from a device, a simulated one: bytes from there are stored as bytes from host memory are,
+//! in any order of execution; memory is given back when no copy uses it; and no thread waits for a failed
+//! copy.
 
 mod applying;
 mod buffers;

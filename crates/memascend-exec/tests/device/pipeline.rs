@@ -68,7 +68,7 @@ fn pieces_share_events_that_are_used_again() {
                 (before(c"cudaEventRecord") - records, before(c"cudaEventCreateWithFlags") - created);
             let waits = rig.link.counters().waits_worker - waits;
             // An event for each of 4 gradients says that it is computed. 57 pieces and 4 times sums share the others;
-            // those of the last gradients may have to be divided, where a thread finds nothing else to do.
+            // events of the last gradients may have to be divided, where a thread finds nothing else to do.
             assert!(records <= 4 + pieces / 8 + 4, "{records} events for {pieces} pieces");
             assert!(waits as usize <= pieces / 8 + 4, "{waits} waits for {pieces} pieces");
             assert!(round == 0 || created <= 1, "{created} events were created in round {round}");
@@ -95,7 +95,7 @@ fn the_next_gradient_is_enqueued_before_one_has_arrived() {
     });
 }
 
-/// Gradients that come to the same record, or of which a chunk is on the SSD, in any schedule and with any number of
+/// Gradients that come to the same record, or with a chunk on the SSD, in any schedule and with any number of
 /// chunks and threads.
 #[test]
 fn captures_that_follow_each_other_are_those_of_one_after_the_other() {
@@ -150,7 +150,7 @@ fn captures_that_follow_each_other_are_those_of_one_after_the_other() {
     }
 }
 
-/// What is added to a chunk that is on its way to the SSD must not take its place.
+/// An addition to a chunk on its way to the SSD must not take its place.
 #[test]
 fn a_sum_waits_for_the_gradient_that_it_is_added_to() {
     within_patience("one gradient", || {
@@ -252,7 +252,7 @@ fn a_failure_harms_no_gradient_beside_it() {
                 after.assert_kept(&rig, &after.capture(&rig));
                 made.ids.iter().chain(&after.ids).for_each(|id| rig.gradients.clear(*id));
                 if call == c"cudaEventRecord" {
-                    // What has no event is never used again.
+                    // Memory without an event is never used again.
                     assert!((rig.chunks.counters().fenced_bytes > 0) == (rig.fake.failures(call) > 0));
                     rig.link.close();
                 } else {
@@ -263,8 +263,8 @@ fn a_failure_harms_no_gradient_beside_it() {
     }
 }
 
-/// A wait of the thread that is left out is seen: what is measured is not there yet, or its event is recorded again too
-/// early.
+/// An omitted wait of the thread is noticed: the measurements are not there yet, or its event is recorded
+/// again too early.
 #[test]
 fn every_wait_for_pieces_is_needed() {
     for skipped in 1..=3 {

@@ -1,4 +1,4 @@
-//! A simulated device, and what is kept of what comes from there.
+//! A simulated device, and the storage for its gradients.
 
 use std::sync::Arc;
 use std::thread;
@@ -18,12 +18,12 @@ use crate::support::{Bench, Kind};
 pub const BLOCK: usize = GRADIENT_BLOCK;
 /// Elements of the chunks of these tests.
 pub const CHUNK_ELEMENTS: usize = BLOCK;
-/// Chunks that what is kept leaves free for transfers.
+/// Chunks that stored gradients leave free for transfers.
 pub const RESERVE: usize = 8;
 /// The stream that computes: its work is done at once.
 pub const COMPUTE: usize = 0;
 
-/// A device, and what is kept of what comes from there.
+/// A device, and the storage for its gradients.
 pub struct Rig {
     pub link: Arc<DeviceLink>,
     pub gradients: Arc<Gradients>,
@@ -35,7 +35,7 @@ pub struct Rig {
     pub fake: Arc<Fake>,
 }
 
-/// How a device runs what it is told. Nothing in it may change a result.
+/// How a device runs its work. Nothing in it may change a result.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
     pub lazy: bool,
@@ -171,7 +171,7 @@ impl Rig {
     }
 }
 
-/// What a device measures of a gradient: the sums of squares of its blocks, and the flag behind
+/// Measurements of a gradient by a device: the sums of squares of its blocks, and the flag behind
 /// them.
 pub struct Sums {
     bytes: Vec<u8>,
@@ -209,7 +209,7 @@ pub fn until(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// What an [`ExecError::Device`] says.
+/// The text of an [`ExecError::Device`].
 pub fn device_failure<T>(result: memascend_exec::Result<T>) -> String {
     match result {
         Err(ExecError::Device(error)) => error.to_string(),

@@ -1,11 +1,11 @@
-//! Gradients, and what is expected of them.
+//! Gradients, and their expected statistics.
 
 use std::sync::Arc;
 
 use memascend_exec::{GradientId, Gradients, Pending};
 use memascend_kernels::{Dtype, GradientStats, stats_bf16, stats_f16, stats_f32};
 
-/// A gradient of its own, and what counts its writes.
+/// A gradient of its own, and the counter of its writes.
 pub fn create(gradients: &Gradients, dtype: Dtype, numel: usize) -> (GradientId, Arc<Pending>) {
     let pending = Arc::default();
     (gradients.create("w.gradient", dtype, numel, Arc::clone(&pending)).unwrap(), pending)
@@ -26,7 +26,7 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|four| f32::from_le_bytes(*four)).collect()
 }
 
-/// What a capture of the values `bytes` has to measure.
+/// Expected measurements of a capture of the values `bytes`.
 pub fn stats(dtype: Dtype, bytes: &[u8]) -> GradientStats {
     let mut stats = GradientStats::default();
     match dtype {

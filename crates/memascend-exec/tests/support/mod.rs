@@ -1,4 +1,4 @@
-//! What the integration tests share: stores on every engine, pools, random numbers and a watchdog.
+//! Shared parts of the integration tests: stores on every engine, pools, random numbers and a watchdog.
 #![allow(dead_code)] // every test binary uses its part
 
 pub mod gradients;

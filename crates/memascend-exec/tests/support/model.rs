@@ -57,7 +57,7 @@ pub struct Setup {
 /// The most buffers for states.
 const KEPT_BUFFERS_MAX: usize = 64;
 
-/// What stays in memory from one step to the next.
+/// The resident part between steps.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Kept {
     /// Buffers for states, as large as a chunk's moments.
@@ -66,7 +66,7 @@ pub struct Kept {
     pub quarters: usize,
     /// The weights, in one buffer for the whole run.
     pub weights: bool,
-    /// Bit `n` says that step number `n` writes what stays, too.
+    /// Bit `n` says that step number `n` writes resident data, too.
     pub through: u64,
     /// Bit `n` says that step number `n` updates tensor by tensor in the buffer where the weights stay,
     /// from gradients in memory, as a backward pass does.
@@ -161,12 +161,12 @@ impl Model {
         Self { shapes, offsets, start: State { unit, states }, rounded: false, seed }
     }
 
-    /// The same, of which fp32 gradients are kept in bf16 if `rounded`.
+    /// The same, with fp32 gradients stored in bf16 if `rounded`.
     pub fn with_gradients_rounded(self, rounded: bool) -> Self {
         Self { rounded, ..self }
     }
 
-    /// What the unit is made of: its tensors, and the frozen ones between them.
+    /// Parts of the unit: its tensors, and the frozen ones between them.
     pub fn parts(&self) -> Vec<Range<usize>> {
         let mut parts = Vec::new();
         let mut end = 0;
@@ -208,7 +208,7 @@ impl Model {
         scalars_of(self.shapes[tensor].rule.algorithm, 1 + tensor + 3 * segment, step)
     }
 
-    /// What `steps` steps in host memory give.
+    /// The result of `steps` steps in host memory.
     pub fn in_memory(&self, steps: u64) -> State {
         let mut state = self.start.clone();
         for step in 1..=steps {
@@ -244,7 +244,7 @@ pub fn scalars_of(algorithm: Algorithm, which: usize, step: u64) -> StepScalars 
     scalars.with_grad_scale(0.5).with_seed(which as u64)
 }
 
-/// A model's unit on a store, with what it takes to train it.
+/// A model's unit on a store, ready to train.
 pub struct Unit {
     // Dropped before the bench: the executor's threads need the simulated engine's pump to end.
     pub executor: Option<Executor>,
@@ -594,7 +594,7 @@ impl Unit {
         unsafe { slice.as_slice() }.to_vec()
     }
 
-    /// What is on the SSD, once nothing is under way.
+    /// The contents of the SSD, once nothing is under way.
     pub fn on_ssd(&self) -> memascend_exec::Result<State> {
         self.pending.wait()?;
         self.read_by(|id, bytes| self.bench.get(id, bytes))
@@ -618,7 +618,7 @@ impl Unit {
         Ok(State { unit: weights.collect::<memascend_exec::Result<Vec<_>>>()?.concat(), states })
     }
 
-    /// Bytes still leased from the pools, without what is to stay.
+    /// Bytes still leased from the pools, without resident ones.
     pub fn live_bytes(&self) -> [usize; 3] {
         let [slots, chunks, units] =
             [&self.slots, &self.chunks, &self.units].map(|pool| pool.counters().live_bytes);
@@ -626,7 +626,7 @@ impl Unit {
         [slots, chunks, units - stay]
     }
 
-    /// Trains `steps` steps; returns what is on the SSD.
+    /// Trains `steps` steps; returns the contents of the SSD.
     pub fn train(&self, steps: u64) -> memascend_exec::Result<State> {
         for step in 1..=steps {
             self.capture(step)?;

@@ -14,7 +14,7 @@ const SUMS: usize = 16;
 /// Numbers of a projected gradient below which no other thread is started.
 const ALONE: usize = 1 << 16;
 
-/// What the factors of one step depend on, beside the gradient.
+/// Inputs of the factors of one step, beside the gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FactorOptions {
     /// The learning rate.
@@ -31,7 +31,7 @@ pub struct FactorOptions {
     pub scale_front: bool,
     /// Number of the step, the first being 1.
     pub step: u64,
-    /// What gradients are multiplied by: clipping, unscaling, and the sign.
+    /// Factor of gradients: clipping, unscaling, and the sign.
     pub grad_scale: f32,
     /// The norm of the step before; None for the first one, which is not limited.
     pub norm_before: Option<f64>,
@@ -136,7 +136,7 @@ pub fn squares_of(
     squares.into_iter().zip(measured.sums()).map(of_channel).collect()
 }
 
-/// What the moments of one step depend on, beside the projected gradient.
+/// Inputs of the moments of one step, beside the projected gradient.
 pub(super) struct ProjectedScalars {
     moments: AdamwScalars,
     eps: f32,

@@ -14,14 +14,14 @@ pub(super) const BLOCK: usize = 128;
 /// Of those in the tails, 15 in 100, as many are computed together.
 const TAILS: usize = 8;
 
-/// Normal with mean 0 and variance 1, from 64 random bits of which the upper half is used.
+/// Normal with mean 0 and variance 1, from the upper half of 64 random bits.
 pub(super) fn normal(bits: u64) -> f64 {
     let p = uniform(bits);
     if is_central(p) { centre(p) } else { tail(p) }
 }
 
 kernel! {
-    /// Numbers `indices` of the random matrix of a key, divided by `divisor`: those of [`normal`].
+    /// Numbers `indices` of the random matrix of a key, divided by `divisor`, as [`normal`] gives them.
     pub fn normals / normals_with(
         key: u64,
         divisor: f64,
@@ -30,8 +30,8 @@ kernel! {
     ) = normals_body;
 }
 
-/// In loops without branches, which compilers turn into vectors: the centre's formula for all numbers, then that of the
-/// tails for those that it does not fit.
+/// In loops without branches, which compilers turn into vectors: the centre's formula for all numbers, then
+/// the tails' where it does not fit.
 #[inline(always)]
 fn normals_body(key: u64, divisor: f64, indices: &[u64; BLOCK], numbers: &mut [f32; BLOCK]) {
     let mut uniforms = [0.0; BLOCK];

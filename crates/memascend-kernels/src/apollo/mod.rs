@@ -3,7 +3,7 @@
 //!
 //! - `matrix.rs`: the random matrix, a function of seed, redraw and index;
 //! - `projection.rs`: the projected gradient and each channel's sum of squares, as gradients pass by;
-//! - `projected.rs`: what was measured, and how it is put aside until the step;
+//! - `projected.rs`: the measurements, and how they are stored until the step;
 //! - `share.rs`: the same of elements that one of several processes has, from the sums of those before it;
 //! - `scratch.rs`: the memory that these take;
 //! - `factors.rs`: from these the moments, the channels' factors and the limit on the norm's growth.
@@ -11,9 +11,14 @@
 //! The step itself works element by element, in any chunks:
 //! [`step_channels`](crate::step_channels).
 //!
-//! A channel is a row or a column of the gradient, whichever there are more of; the *depth* is the
-//! number of its elements. What is projected lies channel by channel, in whichever direction the
-//! matrix lies.
+//! A channel is a row or a column of the gradient, whichever there are more of; the *depth* is the number of
+//! its elements. Projected values lie channel by channel, whichever way the matrix lies.
+//!
+//! The factors need the projected gradient and the channels' sums of squares, since the limiter looks at the
+//! norm of factors times channels. Each number of the projected gradient is one chain of fused products in
+//! the order of its channel, and each sum of squares has an order that depends only on an element's place in
+//! its channel: neither pieces nor threads change a bit. Clipping and unscaling multiply the projected
+//! gradient, so they may be decided later.
 
 mod factors;
 mod matrix;

@@ -1,4 +1,4 @@
-//! What a projection has measured of a gradient.
+//! The measurements of a gradient by a projection.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ pub struct Projected {
 }
 
 impl Projected {
-    /// Room for what `projection` measures, to be filled: of any value.
+    /// Uninitialised room for the measurements of `projection`.
     pub fn room(projection: Projection, scratch: &Arc<Scratch>) -> Self {
         Self::room_of(projection, projection.channels(), scratch)
     }
 
-    /// Room for what `projection` measures of some channels, to be filled: of any value.
+    /// Uninitialised room for the measurements of some channels.
     pub fn room_of(projection: Projection, channels: usize, scratch: &Arc<Scratch>) -> Self {
         let numbers = scratch.take(Purpose::Projected, channels * (projection.rank + 2));
         Self { projection, channels, numbers }
@@ -58,7 +58,7 @@ impl Projected {
         &self.numbers
     }
 
-    /// All of it, to be filled with what was put aside.
+    /// All of it, to be filled with stored values.
     pub fn numbers_mut(&mut self) -> &mut [f32] {
         &mut self.numbers
     }

@@ -27,7 +27,7 @@ const ALONE: usize = 1 << 22;
 /// Tiles of the random matrix below which no other thread is started.
 const FEW_TILES: usize = 1 << 11;
 
-/// Keeps the matrix's numbers apart from those of stochastic rounding.
+/// Keeps the matrix's numbers apart from stochastic rounding's.
 const DOMAIN: u64 = 0x4150_4F4C_4C4F_2D50;
 
 /// How the gradient of a matrix is projected.
@@ -152,7 +152,7 @@ pub(super) struct Rectangle<'a> {
     pub(super) channels: usize,
     /// How far two channels, and two elements of a channel, lie apart.
     pub(super) strides: (usize, usize),
-    /// Those of the elements' rows in the random matrix, and rows of the whole matrix.
+    /// First row and row count of the elements in the random matrix, and its total row count.
     pub(super) first: usize,
     pub(super) count: usize,
     pub(super) depth: usize,
@@ -253,7 +253,7 @@ impl Projector {
         }
     }
 
-    /// What was measured.
+    /// The measurements.
     ///
     /// # Panics
     /// When elements are missing.
@@ -264,7 +264,7 @@ impl Projector {
         self.projected
     }
 
-    /// Adds what waits for more.
+    /// Adds the elements that wait for more.
     ///
     /// # Panics
     /// When elements are missing.
@@ -414,7 +414,7 @@ kernel! {
     pub fn add_squares / add_squares_with(rectangle: &Rectangle<'_>, sums: &mut [f64]) = squares_body;
 }
 
-/// `TILES` are read at a time: two of them and [`CHANNELS`] fill the registers of AVX-512, one those of AVX2.
+/// `TILES` are read at a time: two of them and [`CHANNELS`] fill the registers of AVX-512, one fills AVX2's.
 #[inline(always)]
 fn project_body<const TILES: usize>(rectangle: &Rectangle<'_>, projected: &mut [f32]) {
     let tiles = rectangle.rank.div_ceil(LANES);
@@ -444,7 +444,7 @@ fn project_tiles<const TILES: usize>(rectangle: &Rectangle<'_>, tile: usize, pro
     }
 }
 
-/// Some channels times as many ranks as the tiles have, `width` of which count.
+/// Some channels times as many ranks as the tiles have; `width` of them count.
 #[inline(always)]
 fn add_channels<const N: usize, const TILES: usize>(
     rectangle: &Rectangle<'_>,

@@ -4,7 +4,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What numbers are for. Memory goes to numbers for the same, which are about as many.
+/// Purpose of numbers. Memory is reused for the same purpose, which needs about as many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// The random matrix.

@@ -1,7 +1,7 @@
 //! The projection of a gradient whose elements several processes have, each some that follow one another.
 //!
-//! Each number is one chain of products in the order of its channel. So a process begins with the sums of the channels
-//! that those before it have left incomplete, and hands on what it leaves incomplete itself.
+//! Each number is one chain of products in the order of its channel. So a process begins with the sums of
+//! incomplete channels from the process before it, and hands on its own.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl Projector {
         }
     }
 
-    /// Writes the sums of channels that are incomplete, and returns what was measured of those that are complete.
+    /// Writes the sums of incomplete channels, and returns the measurements of complete ones.
     ///
     /// # Panics
     /// When elements are missing, or `carried` has not [`Projection::carried_bytes`].

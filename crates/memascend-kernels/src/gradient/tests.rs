@@ -87,8 +87,7 @@ fn an_addition_that_overflows_is_reported() {
     assert!(dst.iter().all(|&d| d == 0x7F80));
 }
 
-/// Sums of fp16 numbers: a tie to the even one, the largest one and what overflows, NaN in one
-/// spelling.
+/// Sums of fp16 numbers: a tie to the even one, the largest one, overflow, NaN in one spelling.
 #[test]
 fn fp16_sums_are_rounded_to_nearest_even() {
     let cases = [
@@ -151,7 +150,7 @@ fn rounding_a_gradient_may_overflow_which_is_reported() {
     }
 }
 
-/// What [`GradientStats`] promises, lane by lane.
+/// The definition of [`GradientStats`], lane by lane.
 fn reference(values: &[f32]) -> (u64, bool) {
     let mut lanes = [0f64; LANES];
     for (i, &value) in values.iter().enumerate() {

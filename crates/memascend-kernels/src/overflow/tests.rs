@@ -61,7 +61,7 @@ fn fp16_has_the_sum_of_its_values_in_fp32() {
     assert!(!expected.non_finite);
 }
 
-/// The statistics of fp16 and of bf16 on an instruction set, and those of the same numbers in fp32.
+/// The statistics of fp16 and of bf16 on an instruction set, and of the same numbers in fp32.
 fn measure_halves(isa: Isa, halves: &[u16]) -> [((u64, bool), (u64, bool)); 2] {
     let of = |sum: fn(Isa, &[u16], &mut GradientStats), widen: fn(u16) -> f32| {
         let (mut stats, mut expected) = (GradientStats::default(), GradientStats::default());
@@ -146,7 +146,7 @@ proptest! {
         }
     }
 
-    /// Without what is not finite: that would be in nearly every array, and the sum would not matter.
+    /// Without non-finite numbers: they would be in nearly every array, and the sum would not matter.
     #[test]
     fn finite_numbers_are_measured_the_same_on_every_isa(bits in any_bits(0..3000), start in 0..4usize) {
         for exponent in [0x7C00, 0x7F80] {

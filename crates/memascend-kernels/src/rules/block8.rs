@@ -68,21 +68,19 @@ const END: f32 = f32::from_bits(0x3FFF_FFFF);
 /// The scale of a block.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Scale {
-    /// What the codes' values are multiplied by: NaN where a number is infinite or NaN, and so is then the
-    /// whole block.
+    /// Factor of the codes' values: NaN where a number is infinite or NaN, which makes the whole block NaN.
     pub scale: f32,
-    /// A number times this, times `reciprocal`, is between -1 and 1: the reciprocal of a small denormal
-    /// would be infinite, and that of a huge number a denormal.
+    /// A number times this, times `reciprocal`, is between -1 and 1: the reciprocal of a small denormal would
+    /// be infinite, and a huge number's a denormal.
     raise: f32,
     reciprocal: f32,
 }
 
 impl Scale {
-    /// That of a block of either sign, or of second moments.
+    /// The map of a block of either sign, or of second moments.
     #[inline(always)]
     pub(super) fn of(block: &Block, signed: bool) -> Self {
-        // As integers, positive numbers are in their order, and negative ones above them in that of their
-        // magnitudes.
+        // As integers, positive numbers are in their order, and negative ones above them, by magnitude.
         let (mut positive, mut negative) = (0, i32::MIN as u32);
         for value in block {
             positive = (value.to_bits() as i32).max(positive);
@@ -210,14 +208,14 @@ impl Map {
     }
 }
 
-/// Instead of [`Map::pieces`], for what is below the first decade: times [`BASE`] it is below the
+/// Instead of [`Map::pieces`], for numbers below the first decade: times [`BASE`] they are below the
 /// first magnitude's number.
 const fn pieces_of_zero(signed: bool) -> f32 {
     if signed { 0.0 } else { 1.25 }
 }
 
-/// The map's magnitudes, ascending: 129 of a signed map, 256 of an unsigned one. The fp32
-/// arithmetic is that of bitsandbytes (`torch.linspace`, means, a power of ten), for the same bits.
+/// The map's magnitudes, ascending: 129 of a signed map, 256 of an unsigned one. The fp32 arithmetic follows
+/// bitsandbytes (`torch.linspace`, means, a power of ten), for the same bits.
 const fn magnitudes(signed: bool) -> [f32; 256] {
     const TENS: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
     let mut magnitudes = [0.0; 256];

@@ -59,7 +59,7 @@ half_kernel! {
     /// `gradient` holds: as [`step`](super::step), with the factors of the matrix's channels.
     ///
     /// # Panics
-    /// As [`step`](super::step), and when the rule or the scalars are those of another algorithm.
+    /// As [`step`](super::step), and when the rule or the scalars belong to another algorithm.
     pub fn step_channels / step_channels_with(
         rule: Rule,
         weight: &mut [u8],
@@ -99,7 +99,7 @@ fn step_body<L: Level>(
     fused::step_matrix::<L>(rule.weight, matrix);
 }
 
-/// What a step with factors is done on; lengths are checked.
+/// The arrays of a step with factors; lengths are checked.
 pub(super) struct Matrix<'a> {
     weight: &'a mut [u8],
     master: &'a mut [u8],

@@ -6,7 +6,7 @@ use super::super::adamw::{self, AdamwScalars};
 use super::STATES_MAX;
 use super::scalars::StepScalars;
 
-/// What a step does to an element.
+/// The update of one element.
 pub(super) trait Update: Sized {
     /// How many states it has; the others are zeros, and are not kept.
     const STATES: usize;
@@ -24,7 +24,7 @@ pub(super) trait Update: Sized {
     }
 }
 
-/// What the gradient is before the algorithm sees it: scaled, and with L2 weight decay added.
+/// The gradient that the algorithm sees: scaled, and with L2 weight decay added.
 #[inline(always)]
 pub(super) fn prepare(w: f32, g: f32, scalars: &StepScalars) -> f32 {
     let g = g * scalars.signed_scale();

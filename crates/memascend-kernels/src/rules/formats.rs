@@ -91,7 +91,7 @@ impl Plane {
         matches!(self.name, "master" | "master_low")
     }
 
-    /// The elements `first ..` in fp32; `bytes` are those of [`Plane::span`].
+    /// The elements `first ..` in fp32; `bytes` are the range of [`Plane::span`].
     ///
     /// # Panics
     /// When the length is wrong, and for the low half of a master, which is not a number by itself.
@@ -104,8 +104,7 @@ impl Plane {
         }
     }
 
-    /// Writes the elements `first ..`, rounded to the nearest; `bytes` are those of
-    /// [`Plane::span`].
+    /// Writes the elements `first ..`, rounded to the nearest; `bytes` are the range of [`Plane::span`].
     ///
     /// # Panics
     /// As [`Plane::read`].

@@ -94,10 +94,10 @@ pub(super) fn step_matrix<L: Level>(weight: Weight, matrix: Matrix<'_>) {
     }
 }
 
-/// A loop over elements whose indices have the same upper half, that of `keys`; `index` is the lower half of
-/// the first one's. States of 8 bits are given in fp32, and of an fp16 weight its master and its gradient in
-/// fp32. The slices (`low` is that of a split master) are parameters of their own, because only so LLVM
-/// knows that they do not overlap.
+/// Update loop over elements whose indices have the same upper half, the one in `keys`; `index` is the lower
+/// half of the first one's. States of 8 bits are given in fp32, and so are master and gradient of an fp16
+/// weight. The slices (`low` is a split master's) are parameters of their own, because only so LLVM knows
+/// that they do not overlap.
 pub(super) trait Run {
     const WEIGHT_BYTES: usize;
     #[allow(clippy::too_many_arguments)]
@@ -270,7 +270,7 @@ fn halves(word: [u8; 4]) -> [u32; 2] {
     if cfg!(target_endian = "little") { [lower, upper] } else { [upper, lower] }
 }
 
-/// The word of two 16-bit numbers that are in the upper halves; what is below is left out.
+/// The word of two 16-bit numbers in the upper halves; the lower halves are left out.
 #[inline(always)]
 fn word([first, second]: [u32; 2]) -> [u8; 4] {
     let (lower, upper) = if cfg!(target_endian = "little") { (first, second) } else { (second, first) };

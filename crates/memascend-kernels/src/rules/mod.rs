@@ -1,17 +1,17 @@
 //! One fused optimizer step for every algorithm, format of the moments and kind of weight.
 //!
-//! A step reads each element, updates it in fp32 and writes it again in its format, so memory sees
-//! one pass. There is one loop for each algorithm, format of the states and kind of weight, made of
-//! small parts, in a function of its own for each instruction set. 8-bit states and what is fp16 are
-//! staged, some blocks of 256 elements at a time, in the first-level cache: their loop is that of fp32.
-//! Where all numbers have 16 bits, the loop takes two at a time.
+//! A step reads each element, updates it in fp32 and writes it again in its format, so memory sees one pass.
+//! There is one loop for each algorithm, format of the states and kind of weight, made of small parts, in a
+//! function of its own for each instruction set. 8-bit states and fp16 values are staged, some blocks of 256
+//! elements at a time, in the first-level cache: their loop is fp32's. Where all numbers have 16 bits, the
+//! loop takes two at a time.
 //!
-//! - `fused.rs`: the loop, and what its parts are for each format and kind of weight;
+//! - `fused.rs`: the loop, and its parts for each format and kind of weight;
 //! - `elementwise.rs`, `scalars.rs`: the algorithms and their constants. A new one that works
 //!   element by element is a variant of [`Algorithm`], an `Update` there, and an arm in `fused.rs`;
 //! - `channels.rs`: the loop where each channel of a matrix has a factor (APOLLO);
 //! - `stochastic.rs`, `block8.rs`: stochastic rounding, 8-bit states;
-//! - `formats.rs`: where what lies in a plane, and whole planes to and from fp32.
+//! - `formats.rs`: the layout of planes, and whole planes to and from fp32.
 //!
 //! An algorithm that needs a whole matrix at once finds its constants beside the rules, as `apollo/`
 //! does, and ends with a step whose factors it has found.
@@ -52,10 +52,10 @@ type Block = [f32; BLOCK];
 /// Blocks staged at once. Four keep Lion's step from waiting for the first results of each loop, in the
 /// cache; but from memory a step then takes a tenth longer, since arrays are read in turns.
 const STAGED: usize = 1;
-/// What is staged, in fp32.
+/// Staged values, in fp32.
 type Stage = [Block; STAGED];
 
-/// What a step computes. L2 or decoupled weight decay, Nesterov's momentum, dampening and the
+/// The algorithm of a step. L2 or decoupled weight decay, Nesterov's momentum, dampening and the
 /// direction are [`StepScalars`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
@@ -71,8 +71,8 @@ pub enum Algorithm {
         /// Whether there is a momentum buffer.
         momentum: bool,
     },
-    /// APOLLO: each channel of a matrix has a factor, see [`step_channels`]. Its moments are those of
-    /// a projected gradient (see [`channel_factors`](crate::channel_factors)), and no planes.
+    /// APOLLO: each channel of a matrix has a factor, see [`step_channels`]. Its moments belong to a
+    /// projected gradient (see [`channel_factors`](crate::channel_factors)), and no planes.
     Apollo,
 }
 
@@ -116,7 +116,7 @@ impl Weight {
 /// How a tensor is optimized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rule {
-    /// What a step computes.
+    /// The algorithm of a step.
     pub algorithm: Algorithm,
     /// How its states are kept.
     pub moments: Moments,
@@ -125,9 +125,9 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// The arrays beside weight and gradient: the states, then the master. The names are those of
-    /// PyTorch's `state_dict`, and `master`, or `master_low` for the low half of a split one. All
-    /// begin as bytes of zero.
+    /// The arrays beside weight and gradient: the states, then the master. The names are as in PyTorch's
+    /// `state_dict`, and `master`, or `master_low` for the low half of a split one. All begin as bytes of
+    /// zero.
     pub fn planes(self) -> Vec<Plane> {
         self.layout().into_iter().flatten().collect()
     }
@@ -179,7 +179,7 @@ impl Rule {
 
 half_kernel! {
     /// One step of `rule` on the elements `first_element ..` of a tensor, as many as `gradient`
-    /// holds. `planes` are those of [`Rule::planes`], each the bytes of its [`Plane::span`].
+    /// holds. `planes` are as in [`Rule::planes`], each the bytes of its [`Plane::span`].
     ///
     /// The bits do not depend on how a tensor is cut into steps, as long as every cut is a multiple
     /// of 256 where moments have 8 bits. A NaN or an infinity spoils its element, and in 8-bit
@@ -187,7 +187,7 @@ half_kernel! {
     ///
     /// # Panics
     /// When the number of planes or a length is wrong, when `first_element` is no multiple of 256
-    /// and moments have 8 bits, and when the scalars are those of another algorithm.
+    /// and moments have 8 bits, and when the scalars belong to another algorithm.
     pub fn step / step_with(
         rule: Rule,
         weight: &mut [u8],
@@ -215,7 +215,7 @@ fn step_body<L: Level>(
     fused::step::<L>(rule, Tensor { weight, planes, gradient, first_element, layout }, scalars);
 }
 
-/// What a step is done on; lengths are checked.
+/// The arrays of a step; lengths are checked.
 struct Tensor<'a, 'b> {
     weight: &'a mut [u8],
     planes: &'a mut [&'b mut [u8]],

@@ -18,7 +18,7 @@ pub struct StepScalars {
     pub(super) constants: Constants,
 }
 
-/// What only one algorithm needs.
+/// Constants of one algorithm alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Constants {
     Adamw(AdamwScalars),
@@ -115,7 +115,7 @@ impl StepScalars {
         Self { maximize: true, ..self }
     }
 
-    /// What the gradient is multiplied by. A change of sign is exact, so it may come with the
+    /// Factor of the gradient. A change of sign is exact, so it may come with the
     /// scale.
     pub(super) fn signed_scale(&self) -> f32 {
         if self.maximize { -self.grad_scale } else { self.grad_scale }

@@ -1,12 +1,14 @@
-//! Stochastic rounding to bf16, by random numbers that are a function of what is rounded and when.
+//! Stochastic rounding to bf16, by random numbers that are a function of the element and the step.
+//!
+//! The index counts in the whole parameter, also where a rank's store has a share of it: an element gets
+//! the same number on whichever rank it lies.
 
 use super::super::bf16::canonical_nan;
 
 /// The random numbers of one step.
 ///
-/// Each is a hash of the seed, the step, the element's index and what of the element is rounded, so
-/// that neither the number of threads, nor the cut into chunks, nor the instruction set changes a
-/// bit.
+/// Each is a hash of the seed, the step, the element's index and the rounded output of the element, so that
+/// neither the number of threads, nor the cut into chunks, nor the instruction set changes a bit.
 #[derive(Clone, Copy)]
 pub(super) struct Randomness(u64);
 
@@ -31,10 +33,10 @@ impl Keys {
     /// 16 random bits for each of the states and, last, for the weight of the element with this
     /// lower half of the index.
     ///
-    /// Two rounds of a 32-bit mixer (multipliers by C. Wellons), each with a key, give the first
-    /// two numbers, and one more product the others: 32-bit products are what every instruction set
-    /// can do, and hashing is a fifth of a step in bf16. Any two of the numbers are independent;
-    /// all four have 32 bits of randomness between them.
+    /// Two rounds of a 32-bit mixer (multipliers by C. Wellons), each with a key, give the first two numbers,
+    /// and one more product the others: every instruction set can do 32-bit products, and hashing is a fifth
+    /// of a step in bf16. Any two of the numbers are independent; all four have 32 bits of randomness between
+    /// them.
     #[inline(always)]
     pub(super) fn numbers(self, index: u32) -> [u32; 4] {
         let x = index.wrapping_add(self.0);
@@ -55,7 +57,7 @@ pub(crate) const fn mix(x: u64) -> u64 {
 }
 
 /// One of the two bf16 next to `value`, the nearer one with the greater probability, so that the
-/// mean is `value`; `random` is below 2^16. What is a bf16 already stays, infinities too, and a NaN
+/// mean is `value`; `random` is below 2^16. A number that is a bf16 already stays, infinities too, and a NaN
 /// becomes `0x7FC0`.
 #[inline(always)]
 pub(super) fn round_stochastic(value: f32, random: u32) -> u16 {
@@ -90,7 +92,7 @@ mod tests {
         assert_eq!((round_stochastic(above, 0), round_stochastic(above, 0x8000)), (0x7F7F, 0x7F80));
     }
 
-    /// The number drawn for what is number `which` of an element.
+    /// Random number for output `which` of an element.
     fn draw(seed: u64, step: u64, which: usize, element: u64) -> u32 {
         Randomness::new(seed, step).keys(element).numbers(element as u32)[which]
     }
@@ -125,7 +127,7 @@ mod tests {
         }
     }
 
-    /// Neighbours, steps, seeds and what is rounded of an element are independent: every bit of the
+    /// Neighbours, steps, seeds and outputs of an element are independent: every bit of the
     /// difference is set half the time.
     #[test]
     fn random_bits_depend_on_all_of_seed_step_index_and_what_is_rounded() {

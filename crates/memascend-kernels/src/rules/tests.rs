@@ -138,8 +138,7 @@ impl Tensor {
     }
 }
 
-// ---- what does not matter
-// --------------------------------------------------------------------------------
+// ---- invariance -----------------------------------------------------------------------------------------
 
 /// One tensor in one step, against pieces of it on every instruction set, and on two threads.
 #[test]
@@ -361,7 +360,7 @@ fn every_algorithm_follows_the_textbook() {
                 for (i, (w, s)) in plain.iter().enumerate() {
                     let close = |value: f32, exact: f64, scale: f64| {
                         let error = (f64::from(value) - exact).abs() / (scale * f64::from(f32::EPSILON));
-                        // Half a unit or two a step at the scale of what is added.
+                        // Half a unit or two a step at the scale of the addition.
                         assert!(
                             error <= 2.0 * step as f64,
                             "{algorithm:?} {bits}, step {step}: {value}, {exact}"

@@ -18,7 +18,7 @@ pub(super) enum Backing {
     Locked {
         threads: usize,
     },
-    /// Each part is registered by itself, since CUDA unregisters only what was registered at once.
+    /// Each part is registered by itself, since CUDA unregisters only ranges as they were registered.
     Registered {
         cudart: Arc<Cudart>,
         threads: usize,
@@ -59,7 +59,7 @@ impl HostBlock {
     /// ascending address. All of them get it, or none. It is resident when this returns.
     ///
     /// # Errors
-    /// What the system refused: memory, or to lock so much of it, or to register it.
+    /// If the system refuses the memory, to lock it, or to register it.
     ///
     /// # Panics
     /// If the block was allocated whole.
@@ -68,7 +68,7 @@ impl HostBlock {
         let joined = join(parts);
         for (index, part) in joined.iter().enumerate() {
             if let Err(error) = self.commit_part(backing, part.clone()) {
-                // Nothing refers to the parts: what cannot be discarded is discarded with the block.
+                // Nothing refers to the parts: a part that cannot be discarded goes with the block.
                 joined[..=index].iter().for_each(|part| drop(self.discard(part.clone())));
                 let bytes = joined.iter().map(ExactSizeIterator::len).sum();
                 return Err(error.of_bytes(bytes));
@@ -128,8 +128,8 @@ impl HostBlock {
         self.protect(part.clone(), libc::PROT_READ | libc::PROT_WRITE)
             .map_err(|source| MemError::Reserve { bytes: part.len(), source })?;
         match backing {
-            // A budget that grows is to know at once what the system gives: a page that is missing later, in
-            // the middle of a step, costs the process.
+            // A growing budget must learn at once how much the system gives: a page that is missing later, in
+            // mid-step, costs the process.
             Backing::Pageable => self.populate(part, 0),
             Backing::Locked { threads } => {
                 self.lock_on_fault(part.clone())?;
@@ -183,7 +183,7 @@ fn join(parts: &[Range<usize>]) -> Vec<Range<usize>> {
 }
 
 impl MemError {
-    /// The same refusal, of `bytes` bytes of which the refused ones are a part.
+    /// The same refusal, reported for all `bytes` bytes that were requested.
     fn of_bytes(self, bytes: usize) -> Self {
         match self {
             Self::Lock { limit_bytes, source, .. } => Self::Lock { bytes, limit_bytes, source },

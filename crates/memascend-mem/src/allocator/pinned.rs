@@ -66,7 +66,7 @@ impl CudaAllocator {
     /// Allocates with the CUDA runtime of this process.
     ///
     /// # Errors
-    /// Those of [`Cudart::find`].
+    /// As [`Cudart::find`].
     pub fn new() -> Result<Self> {
         Cudart::find().map(Self::with)
     }

@@ -1,4 +1,8 @@
 //! Work with another device current than the calling thread's, without a context where none is used.
+//!
+//! Since CUDA 12, setting a device makes a context there, which takes hundreds of MB. A thread whose own
+//! device has none keeps its device, and another thread does the work. Host memory is pinned in any context,
+//! because it is portable.
 
 use std::ffi::{CStr, OsStr, c_int, c_uint};
 use std::{panic, thread};
@@ -37,7 +41,7 @@ impl Cudart {
     /// the thread keeps that device, and another thread does the work.
     ///
     /// # Errors
-    /// Those of `work`, those of setting the device, or [`CudaError::NoThread`].
+    /// Errors of `work` and of setting the device, or [`CudaError::NoThread`].
     pub fn on_device<T: Send>(&self, index: c_int, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         let before = self.current_device()?;
         if before == index {

@@ -110,7 +110,7 @@ pub enum CudaError {
     NoThread {
         /// Number of the device.
         device: i32,
-        /// What the operating system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// Any other error of CUDA.

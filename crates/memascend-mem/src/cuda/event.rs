@@ -67,7 +67,7 @@ impl CudaEvents {
         };
         // SAFETY: the event is live, and the stream is by the caller's promise.
         let code = unsafe { (self.cudart.functions.event_record)(handle.0.as_ptr(), stream) };
-        // What an event that failed stands for is unknown: it is not used again.
+        // A failed event says nothing about its work: it is not used again.
         self.cudart.check("cudaEventRecord", code).inspect_err(|_| self.destroy(handle))?;
         let (events, origin) = (Arc::clone(self), Origin::here());
         Ok(CudaEvent { events, handle, done: AtomicBool::new(false), origin })

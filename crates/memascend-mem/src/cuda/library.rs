@@ -1,5 +1,9 @@
 //! The CUDA runtime library, loaded at run time. Nothing is linked: a machine without CUDA lacks
 //! two allocators and devices, and everything else works.
+//!
+//! The libcudart that the process has already mapped (PyTorch's) comes first, then the usual names of
+//! versions 13 and 12. Tests name a fake one in `MEMASCEND_CUDART`, which counts calls and fails when told
+//! to.
 
 use std::collections::BTreeSet;
 use std::error::Error;

@@ -30,7 +30,7 @@ unsafe impl Send for CudaStream {}
 unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
-    /// Creates a stream of the calling thread's current device, of which `events` are too.
+    /// Creates a stream on the calling thread's current device, which has to be the device of `events`.
     pub fn new(events: &Arc<CudaEvents>) -> Result<Self> {
         const CREATE: &str = "cudaStreamCreateWithFlags";
         let (cudart, mut stream) = (events.cudart(), ptr::null_mut());

@@ -1,4 +1,11 @@
 //! The block behind pools that were carved together, and which of its buffers are free.
+//!
+//! The hot path of a pool makes no system call: one lock serves all pools of an arena, and a handler counts
+//! forks (`fork.rs`), because asking for the process's number took most of the time of a lease.
+//!
+//! A device does not call when it is done with a buffer, so requests poll the fences of returned buffers. A
+//! buffer whose fence cannot tell is never used again, and an arena is not freed while a fence holds a part
+//! of it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -53,7 +60,7 @@ pub(super) struct State {
     pub(super) live_bytes_max: usize,
     /// Requests waiting for a return. While there are none, a return notifies no thread.
     pub(super) waiting: usize,
-    /// Whether a thread gives back what returns.
+    /// Whether a thread is giving returned buffers back to the system.
     pub(super) draining: bool,
 }
 

@@ -34,7 +34,7 @@ impl Lease {
         fences.push(fence);
     }
 
-    /// Usable bytes: those of the size class, at least as many as were asked for.
+    /// Usable bytes: the size of the class, at least the requested size.
     pub fn capacity(&self) -> usize {
         self.capacity
     }

@@ -29,7 +29,7 @@ use crate::{HostAllocator, MemError, Origin, Result, round_up_to_page};
 /// One line of the pool's plan: `count` buffers of `bytes` bytes for `consumer`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SizeClass {
-    /// What the buffers are for, as printed in the plan.
+    /// Purpose of the buffers, as printed in the plan.
     pub consumer: String,
     /// Bytes of one buffer (rounded up to a page by the pool).
     pub bytes: usize,
@@ -64,12 +64,11 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that the
-    /// consumers of one group cannot starve those of another. Classes of equal size in a group are
-    /// merged.
+    /// Reserves one arena for all `groups` of size classes and cuts one pool per group, so that consumers of
+    /// one group cannot starve another group. Classes of equal size in a group are merged.
     ///
-    /// If a class may change its number, the arena is addresses, of which the first buffers of each
-    /// class are memory: not every allocator has such an arena.
+    /// If a class may change its number, the arena reserves addresses and only the first buffers of each
+    /// class are memory: not every allocator offers such an arena.
     pub fn carve(allocator: &dyn HostAllocator, groups: &[Vec<SizeClass>]) -> Result<Vec<Self>> {
         Self::carve_counted(allocator, groups, None)
     }

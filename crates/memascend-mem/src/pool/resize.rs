@@ -1,4 +1,11 @@
 //! Size classes that grow and shrink: memory comes behind their reserved addresses, and is given back.
+//!
+//! Memory is given back buffer by buffer, since a lease, a registration with CUDA and an entry in a ring's
+//! table are of one buffer: it is unlocked, unregistered, returned with `MADV_DONTNEED` and closed with
+//! `PROT_NONE`, so that a stray access is a fault. Free buffers go at once. Buffers in use go when they
+//! return; a thread gives them back, because a lease may be dropped by a thread that must not wait for a
+//! ring. Growing succeeds for all new buffers or changes nothing. An arena without a maximum is allocated at
+//! once, as `cudaHostAlloc` requires.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -19,12 +26,12 @@ pub trait Watcher: Send + Sync {
     /// These bytes are memory from now on, and hold no value yet.
     fn committed(&self, parts: &[Range<usize>]);
 
-    /// These bytes, of which none is in use, are given back as soon as this returns.
+    /// These bytes, all unused, are returned to the system as soon as this returns.
     fn leaving(&self, parts: &[Range<usize>]);
 }
 
-/// Those who are told. The lock is held by whatever changes which buffers are memory, and is taken
-/// before that of the arena's state.
+/// Resize listeners. This lock is taken before the arena's state lock, by any thread that commits or returns
+/// buffers.
 pub(super) type Watchers = Vec<Weak<dyn Watcher>>;
 
 /// A size class of an arena: `count_max` buffers of `bytes` bytes, one behind the other.
@@ -44,12 +51,11 @@ impl Pool {
     /// system when this returns; the others are when their leases and fences end, and
     /// [`PoolCounters::leaving_bytes`](super::PoolCounters::leaving_bytes) counts them until then.
     ///
-    /// Waits for the engines' threads, so a completion must not call this.
+    /// Blocks on the engines' threads: never call it from a completion callback.
     ///
     /// # Errors
-    /// [`MemError::NotReserved`] if there is no such class, its number is fixed, or fewer were
-    /// reserved. What the system refused: then the number stays, or is lower by those that it took
-    /// back.
+    /// [`MemError::NotReserved`] if there is no such class, its number is fixed, or fewer were reserved. An
+    /// error of the system: then the number stays, or is lower by the buffers that were returned.
     pub fn resize(&self, bytes: usize, count: usize) -> Result<()> {
         let watchers = self.arena.resizing.locked();
         let state = self.arena.lock();
@@ -91,8 +97,8 @@ impl Pool {
         self.arena.lock().classes.iter().map(place).collect()
     }
 
-    /// Tells `watcher` what of the whole arena is memory, now and whenever that changes. A watcher
-    /// that is dropped is told no more.
+    /// Calls `watcher` with the resident parts of the arena, now and whenever they change, until it is
+    /// dropped.
     pub fn watch(&self, watcher: Weak<dyn Watcher>) {
         let mut watchers = self.arena.resizing.locked();
         let memory: Vec<_> = self.arena.lock().classes.iter().flat_map(Class::memory).collect();

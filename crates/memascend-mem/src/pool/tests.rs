@@ -215,8 +215,8 @@ impl Mix {
     }
 }
 
-/// What holds at every moment: buffers are live, free, fenced, about to be given back or only
-/// addresses, each once, and the counters agree.
+/// Invariant: each buffer is live, free, fenced, about to be returned or only addresses, and the counters
+/// agree.
 fn check(pool: &Pool, live: &[Lease]) {
     // While no other thread gives buffers back.
     let _resizing = pool.arena.resizing.locked();
@@ -451,7 +451,7 @@ fn the_arena_is_freed_while_a_fence_holds_a_buffer_that_is_to_go() {
     }
 }
 
-/// Notes what is memory, by the calls, and refuses what they may not say.
+/// Tracks resident memory from the calls, and rejects calls that may not come.
 #[derive(Default)]
 struct Noted(std::sync::Mutex<std::collections::BTreeSet<usize>>);
 

@@ -114,7 +114,7 @@ impl Fake {
         assert_eq!(self.get(c"fake_pending_error"), 0, "an error was left for the next who asks");
     }
 
-    /// What went wrong, in words.
+    /// The error as text.
     fn text(&self, name: &CStr) -> String {
         // SAFETY: the fake's texts take nothing and give a C string that lives on.
         unsafe {

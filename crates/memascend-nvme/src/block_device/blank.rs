@@ -1,6 +1,6 @@
 //! Looks for data that no signature announces: a database's raw volume, plain dm-crypt, LUKS with a detached
-//! header, text. A device is blank if every place looked at is, and blank is what drives return for blocks that
-//! were never written or were discarded: bytes that are all 0x00 or all 0xff.
+//! header, text. A device is blank if every inspected place is: all 0x00 or all 0xff, as drives return blocks
+//! that were never written or were discarded.
 
 use std::fmt;
 use std::fs::File;
@@ -27,7 +27,7 @@ const SHOWN_BYTES: usize = 24;
 /// is 16.
 const REPEATED_MAX: usize = 64;
 
-/// Data found on a device where nothing says what it is.
+/// Data of an unknown kind on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownData {
     /// How many blocks of 4096 bytes were looked at.
@@ -43,7 +43,7 @@ pub struct UnknownData {
 pub struct Example {
     /// Where the block's first byte lies that is not like the drive's blank ones.
     pub offset: u64,
-    /// What the block seems to hold: `text`, `random or encrypted bytes`, `bytes`.
+    /// Likely content of the block: `text`, `random or encrypted bytes`, `bytes`.
     pub kind: &'static str,
     /// The bytes from there on, as text or in hexadecimal digits.
     pub shown: String,
@@ -68,7 +68,7 @@ impl fmt::Display for UnknownData {
 /// Looks at the beginning of a device, its end, and places in between. `None` if all of them are blank. Data that
 /// lies in one run is found if the run is longer than a 2,048th of the device.
 pub(crate) fn unknown_data(file: &File, device_bytes: u64) -> io::Result<Option<UnknownData>> {
-    let mut buffer = Blocks::zeroed(READ_BYTES as usize);
+    let mut buffer = Blocks::zeroed(READ_BYTES as usize)?;
     let mut found = UnknownData { looked_at_blocks: 0, written_blocks: 0, examples: Vec::new() };
     for (begin, end) in places(device_bytes) {
         let mut offset = begin;
@@ -100,7 +100,7 @@ fn places(device_bytes: u64) -> Vec<(u64, u64)> {
 }
 
 impl UnknownData {
-    /// Counts the blocks of what was read at `offset`, and keeps examples.
+    /// Counts the blocks read at `offset`, and keeps examples.
     fn take(&mut self, read: &[u8], offset: u64) {
         for (at, block) in read.chunks(BLOCK_BYTES).enumerate() {
             self.looked_at_blocks += 1;
@@ -114,7 +114,7 @@ impl UnknownData {
     }
 }
 
-/// Whether a block is as drives return what was never written.
+/// Whether a block looks as if it was never written.
 fn is_blank(block: &[u8]) -> bool {
     let first = block[0];
     matches!(first, 0x00 | 0xff) && block.iter().all(|&byte| byte == first)
@@ -146,7 +146,7 @@ fn looks_random(block: &[u8]) -> bool {
     counts.into_iter().all(|count| count <= REPEATED_MAX)
 }
 
-/// Drops from the kernel's cache what was read. A precaution: a failure is ignored.
+/// Drops the read pages from the kernel's cache. A precaution: a failure is ignored.
 fn forget_read(file: &File, offset: u64, bytes: u64) {
     // SAFETY: a plain system call on a descriptor that lives. It leaves what is in use.
     unsafe {

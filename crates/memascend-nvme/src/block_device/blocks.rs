@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::slice;
 
 use crate::BLOCK_BYTES;
+use crate::memory::with_room;
 
 /// Memory that O_DIRECT can use.
 #[derive(Clone)]
@@ -17,13 +18,16 @@ pub(crate) struct Blocks(Vec<Block>);
 
 impl Blocks {
     /// Zeros: `bytes` bytes, rounded up to whole blocks.
-    pub(crate) fn zeroed(bytes: usize) -> Self {
-        Self(vec![Block([0; BLOCK_BYTES]); bytes.div_ceil(BLOCK_BYTES)])
+    pub(crate) fn zeroed(bytes: usize) -> io::Result<Self> {
+        let blocks = bytes.div_ceil(BLOCK_BYTES);
+        let mut zeros = with_room(blocks)?;
+        zeros.resize(blocks, Block([0; BLOCK_BYTES]));
+        Ok(Self(zeros))
     }
 
     /// Reads `bytes` bytes, rounded up to whole blocks.
     pub(crate) fn read(file: &File, offset: u64, bytes: usize) -> io::Result<Self> {
-        let mut blocks = Self::zeroed(bytes);
+        let mut blocks = Self::zeroed(bytes)?;
         file.read_exact_at(blocks.bytes_mut(), offset)?;
         Ok(blocks)
     }

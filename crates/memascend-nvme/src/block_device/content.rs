@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::{UnknownData, Uuid};
 
-/// What was on a device.
+/// Former content of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Content {

@@ -1,4 +1,6 @@
 //! Opens a formatted device, by its path or by its UUID, for one owner at a time.
+//!
+//! `O_EXCL` keeps mounts out, and a lock keeps udev out.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +19,7 @@ use crate::block_device::uuid::parse_uuid;
 use crate::unforked::Unforked;
 use crate::{BLOCK_BYTES, BlockDeviceError, BlockDeviceResult, Uuid};
 
-/// What a path begins with that names a device by its UUID.
+/// Prefix of a path that names a device by its UUID.
 const BY_UUID: &str = "UUID=";
 
 /// A formatted block device, open for this owner alone: it cannot be mounted, formatted or opened
@@ -127,12 +129,12 @@ impl Device {
         self.superblock.data_bytes
     }
 
-    /// The device's logical block size, of which every offset and length has to be a multiple.
+    /// The device's logical block size. Every offset and length has to be a multiple of it.
     pub fn logical_block_bytes(&self) -> u32 {
         self.logical_block_bytes
     }
 
-    /// What to tell the user about this device, if anything.
+    /// A notice about this device for the user, if any.
     pub fn notice(&self) -> Option<&str> {
         self.notice.as_deref()
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{Content, Signature, UnknownData, Uuid};
 
-/// Errors of raw devices. Every message names the device and what to do.
+/// Errors of raw devices. Every message names the device and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BlockDeviceError {
@@ -20,9 +20,9 @@ pub enum BlockDeviceError {
     NotBlockDevice {
         /// The path given.
         path: PathBuf,
-        /// What it is.
+        /// Kind of file at the path.
         kind: &'static str,
-        /// What to use instead.
+        /// Remedy.
         remedy: &'static str,
     },
     /// The user may not open the device.
@@ -102,7 +102,7 @@ pub enum BlockDeviceError {
         /// Signatures found.
         found: Vec<Signature>,
     },
-    /// There is data on the device, and nothing says of what kind.
+    /// There is data of an unknown kind on the device.
     #[error(
         "{path} is not blank: it holds {data}; use another device, or, to lose all that is on this one, name it to be \
          destroyed: `memascend format {path} --destroy {path}`"
@@ -110,7 +110,7 @@ pub enum BlockDeviceError {
     NotBlank {
         /// The device.
         path: PathBuf,
-        /// What was found, and where.
+        /// The data and where it lies.
         data: UnknownData,
     },
     /// The device belongs to a store.
@@ -143,7 +143,7 @@ pub enum BlockDeviceError {
     NotDestroyed {
         /// The device.
         path: PathBuf,
-        /// What is still there.
+        /// The remaining signature.
         found: Vec<Signature>,
     },
     /// libblkid could not be loaded, so the device's content is unknown.
@@ -154,7 +154,7 @@ pub enum BlockDeviceError {
     NoLibblkid {
         /// The device.
         path: PathBuf,
-        /// What the dynamic loader said.
+        /// The dynamic loader's error.
         reason: String,
     },
     /// libblkid failed on the device.
@@ -164,7 +164,7 @@ pub enum BlockDeviceError {
     Probe {
         /// The device.
         path: PathBuf,
-        /// Which call, and what the system said.
+        /// The call, and the system's error.
         reason: String,
     },
     /// The device is too small.
@@ -194,7 +194,7 @@ pub enum BlockDeviceError {
     Unformatted {
         /// The device.
         path: PathBuf,
-        /// What is on the device, as text.
+        /// Content of the device, as text.
         found: String,
     },
     /// The superblock is of a later version.
@@ -232,7 +232,7 @@ pub enum BlockDeviceError {
         id: Uuid,
         /// Number of the copy's block, in blocks of 4096 bytes.
         copy_block: u64,
-        /// What else is on the device, as text.
+        /// Other content of the device, as text.
         found: String,
     },
     /// The superblock is whole, but another program has written to the device since.
@@ -246,7 +246,7 @@ pub enum BlockDeviceError {
         path: PathBuf,
         /// The device's UUID.
         id: Uuid,
-        /// What was found.
+        /// The content found.
         found: Vec<Signature>,
     },
     /// The device is smaller than it was.
@@ -308,22 +308,22 @@ pub enum BlockDeviceError {
         /// The longest.
         limit_bytes: u64,
     },
-    /// A flush failed: what was written since the one before may be lost.
+    /// A flush failed: writes since the flush before may be lost.
     #[error("cannot flush {path}: {source}{}", hint(source))]
     Flush {
         /// The device.
         path: PathBuf,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The operating system refused something.
     #[error("cannot {action} {path}: {source}{}", hint(source))]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// The device.
         path: PathBuf,
-        /// What the operating system said.
+        /// The system's error.
         source: io::Error,
     },
 }

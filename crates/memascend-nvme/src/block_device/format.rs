@@ -1,4 +1,8 @@
 //! Formats a block device for memascend, and refuses a device whose content could be missed.
+//!
+//! A device is presumed to hold data until shown otherwise. Whatever libblkid knows, partitions, mounts,
+//! swap, holders and other stores are refused before a byte is written; data without a signature is looked
+//! for at both ends and in between (`blank.rs`).
 
 use std::fs::File;
 use std::io;
@@ -24,7 +28,7 @@ pub struct Formatted {
     pub id: Uuid,
     /// Bytes that a store can use.
     pub data_bytes: u64,
-    /// What was on the device and was destroyed.
+    /// The destroyed content of the device.
     pub destroyed: Vec<Content>,
 }
 
@@ -135,9 +139,9 @@ fn store_content(file: &File, path: &Path, device_bytes: u64) -> BlockDeviceResu
     })
 }
 
-/// Zeroes what can hold a signature: the first MiB, the headers of the notes, and the last MiB.
+/// Zeroes the areas that can hold a signature: the first MiB, the headers of the notes, and the last MiB.
 fn empty(file: &File, superblock: &Superblock) -> io::Result<()> {
-    let zeros = Blocks::zeroed(MIB as usize);
+    let zeros = Blocks::zeroed(MIB as usize)?;
     let end = superblock.device_bytes - MIB;
     file.write_all_at(zeros.bytes(), 0)?;
     for slot in Notes::of(superblock).slot_offsets() {
@@ -165,7 +169,7 @@ fn wipe_rest(file: &File, path: &Path) -> BlockDeviceResult<()> {
     }
 }
 
-/// What the superblocks of a device say.
+/// The superblocks of a device.
 #[derive(Debug)]
 pub(crate) enum Standing {
     /// There is no memascend superblock.
@@ -203,7 +207,7 @@ impl Standing {
     }
 }
 
-/// What is on a device without a superblock, as text.
+/// Content of a device without a superblock, as text.
 pub(crate) fn described_unformatted(file: &File, path: &Path, device_bytes: u64) -> String {
     let signatures = Blkid::load().map(|blkid| blkid.signatures(file, path));
     if signatures.is_ok_and(|found| found.is_ok_and(|found| !found.is_empty())) {
@@ -216,7 +220,7 @@ pub(crate) fn described_unformatted(file: &File, path: &Path, device_bytes: u64)
     }
 }
 
-/// What else is on a device, as text.
+/// Other content of a device, as text.
 pub(crate) fn described(file: &File, path: &Path) -> String {
     match Blkid::load().map(|blkid| blkid.signatures(file, path)) {
         Ok(Ok(signatures)) if signatures.is_empty() => "nothing that libblkid knows".to_owned(),

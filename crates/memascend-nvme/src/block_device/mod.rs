@@ -1,4 +1,4 @@
-//! Raw block devices: what the kernel reports about them, what is on them, and memascend's format.
+//! Raw block devices: the kernel's reports about them, their content, and memascend's format.
 
 pub(crate) mod blank;
 pub(crate) mod blocks;

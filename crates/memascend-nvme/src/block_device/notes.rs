@@ -20,12 +20,15 @@ use std::io;
 use crate::block_device::blocks::Blocks;
 use crate::block_device::crc::crc32;
 use crate::block_device::superblock::Superblock;
+use crate::memory::copy_of;
 use crate::{BLOCK_BYTES, Uuid};
 
 const MAGIC: &[u8; 16] = b"memascend-note\0\0";
 const CRC_AT: usize = BLOCK_BYTES - 4;
 const KEPT: u32 = 1;
 const CLEARED: u32 = 2;
+/// Far longer than any note that a store needs, and short enough to load. Formatting reserves less.
+const NOTE_BYTES_MAX: u64 = 256 << 20;
 /// Sequence numbers count upwards from one. None gets this high, so the next one always exists.
 const SEQUENCE_MAX: u64 = u64::MAX / 2;
 
@@ -65,7 +68,7 @@ pub(crate) struct Notes {
     slot_bytes: u64,
 }
 
-/// What a slot holds.
+/// Content of a slot.
 enum Content {
     /// The slot was never written.
     Empty,
@@ -93,9 +96,9 @@ impl Notes {
         Self { id, offset, slot_bytes: bytes / 2 / BLOCK_BYTES as u64 * BLOCK_BYTES as u64 }
     }
 
-    /// The longest note.
+    /// The longest note. A superblock that a stranger wrote may have slots as long as the drive.
     pub(crate) fn limit_bytes(&self) -> u64 {
-        self.slot_bytes - BLOCK_BYTES as u64
+        (self.slot_bytes - BLOCK_BYTES as u64).min(NOTE_BYTES_MAX)
     }
 
     /// Where the slots begin.
@@ -130,7 +133,7 @@ impl Notes {
             Some(newest) => (1 - newest.index, newest.sequence + 1),
             None => (0, 1),
         };
-        let mut blocks = Blocks::zeroed(BLOCK_BYTES + note.len());
+        let mut blocks = Blocks::zeroed(BLOCK_BYTES + note.len())?;
         let bytes = blocks.bytes_mut();
         bytes[..16].copy_from_slice(MAGIC);
         bytes[16..20].copy_from_slice(&kind.to_le_bytes());
@@ -188,7 +191,7 @@ impl Notes {
         if crc32(note) != note_crc {
             return Ok(Content::Damaged(Some(sequence)));
         }
-        Ok(Content::Whole(Slot { index, sequence, kind, note: note.to_vec() }))
+        Ok(Content::Whole(Slot { index, sequence, kind, note: copy_of(note)? }))
     }
 }
 
@@ -358,7 +361,7 @@ mod tests {
             let end = BLOCK_BYTES + last.len();
             let expected = if torn[..end] == new[..end] { Some(last) } else { before };
             prop_assert_eq!(notes.read(&file).unwrap(), expected);
-            // The next write succeeds, regardless of what the crash left.
+            // The next write succeeds, whatever state the crash left.
             notes.write(&file, b"after").unwrap();
             prop_assert_eq!(notes.read(&file).unwrap(), Some(b"after".to_vec()));
         }

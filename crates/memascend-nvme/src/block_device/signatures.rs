@@ -56,7 +56,7 @@ impl Blkid {
     /// Loads the library.
     ///
     /// # Errors
-    /// What the dynamic loader said.
+    /// The dynamic loader's error.
     pub(crate) fn load() -> Result<Self, String> {
         let name = env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty());
         let name = name.unwrap_or_else(|| USUAL_NAME.into());
@@ -222,7 +222,7 @@ unsafe fn function<F: Copy>(library: &Library, name: &'static CStr) -> Result<F,
     unsafe { library.get::<F>(name) }.map(|symbol| *symbol).map_err(loader_error)
 }
 
-/// What the dynamic loader said.
+/// The dynamic loader's error.
 fn loader_error(error: libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }

@@ -26,16 +26,16 @@ use crate::{
 /// Called once, on an engine thread, when a transfer has ended. It must be short and must never wait.
 pub type OnEnd = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// Files that stay open for the next transfer. Each takes up to two descriptors, of which a process
-/// often has no more than 1,024.
+/// Files that stay open for the next transfer. Each takes up to two descriptors, and a process often has no
+/// more than 1,024.
 const OPEN_FILES: usize = 192;
 
 /// Moves bytes between the caller's memory and any files, at any offset and of any length.
 ///
 /// Whole pages that lie in the file as they lie in memory bypass the page cache (O_DIRECT), where the
-/// filesystem allows it. What is left at either end, and what is not aligned at all, goes through the page
-/// cache. The two never share a page of a file: a page in the cache that is written back later would
-/// undo a direct write.
+/// filesystem allows it. The remainder at either end, and unaligned transfers, go through the page cache. The
+/// two never share a page of a file: a page in the cache that is written back later would undo a direct
+/// write.
 pub struct FileEngine {
     carrier: Carrier,
     files: Mutex<OpenFiles>,
@@ -66,7 +66,7 @@ struct Opened {
     used: u64,
 }
 
-/// What a transfer needs of a file.
+/// The descriptors and limits that a transfer needs of a file.
 struct Descriptors {
     direct: Option<Arc<VolumeFile>>,
     buffered: Option<Arc<VolumeFile>>,
@@ -75,7 +75,7 @@ struct Descriptors {
 /// The parts of one transfer: each on the descriptor that suits it.
 #[derive(Debug, PartialEq, Eq)]
 struct Cut {
-    /// Bytes before the pages that move directly, and those of the pages.
+    /// Bytes before the pages that move directly, and bytes of these pages.
     before: usize,
     pages: usize,
 }
@@ -305,7 +305,7 @@ impl Opened {
         let link = PathBuf::from(format!("/proc/self/fd/{}", direct.fd()));
         let file =
             open(&link, self.writable, false, 0).map_err(|error| file_error("open", direct.path(), error))?;
-        // What lies around an end of a transfer is moved directly, and must not be read into the cache.
+        // The bytes around an end of a transfer are moved directly, and must not be read into the cache.
         // SAFETY: a plain system call on an open descriptor.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
         let file = Arc::new(VolumeFile::opened(file, direct.path(), Geometry::buffered()));
@@ -346,7 +346,7 @@ fn allocate(file: &VolumeFile, length: u64, end: u64) -> Result<()> {
     }
 }
 
-/// What calls back after the last part.
+/// Calls back after the last part.
 struct End {
     left: AtomicUsize,
     /// The first failure, if there is one.

@@ -85,7 +85,7 @@ pub trait Engine: Send + Sync {
     /// Counters so far.
     fn counters(&self) -> CountersSnapshot;
 
-    /// What records requests and flushes, where they take real time.
+    /// Recorder of requests and flushes, where they take real time.
     fn recorder(&self) -> Option<&Recorder> {
         None
     }
@@ -110,7 +110,7 @@ pub trait Engine: Send + Sync {
         None
     }
 
-    /// Whether the engine moves bytes, so that a read returns what was written.
+    /// Whether the engine moves bytes, so that a read returns the written ones.
     fn moves_bytes(&self) -> bool {
         true
     }
@@ -162,7 +162,7 @@ impl Default for EngineOptions {
 pub struct OpenedEngine {
     /// The engine.
     pub engine: Arc<dyn Engine>,
-    /// What to tell the user.
+    /// Notice for the user.
     pub notice: Option<String>,
 }
 

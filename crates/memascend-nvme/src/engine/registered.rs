@@ -1,5 +1,14 @@
 //! An arena as the registered buffers of a ring: the kernel pins their pages once, instead of at every
 //! transfer.
+//!
+//! The ring's thread holds the registered arena: the kernel knows it by its pages, and transfers would go to
+//! the old pages if it were freed and other memory mapped at its addresses.
+//!
+//! An elastic arena is a sparse table with an entry for each buffer, or for each piece of a larger one, so
+//! that returned memory can be unregistered by itself; the kernel would otherwise keep its pages. The pool
+//! tells the ring's thread, and waits for it, before memory goes and after it came. Memory without an entry,
+//! because the kernel refused it or the table is full, moves by ordinary reads and writes. Kernels without
+//! sparse tables (before 5.19) register no elastic arena, and the engine's features say so.
 
 use std::io;
 use std::ops::Range;
@@ -21,7 +30,7 @@ pub(super) struct Registered {
     _pool: Pool,
     /// Address of the arena.
     start: usize,
-    /// In the order of the kernel's table, which is that of their places in the arena.
+    /// In the order of the kernel's table, by their places in the arena.
     pieces: Vec<Piece>,
 }
 
@@ -146,9 +155,8 @@ fn pieces(whole: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>
     whole.step_by(most).map(move |start| start..end.min(start + most))
 }
 
-/// The pieces of an arena that grows and shrinks: each is one buffer or a part of one, so that what is
-/// given back is a piece of its own. Only where those would be too many, a piece is of several small
-/// buffers.
+/// The pieces of an arena that grows and shrinks: each is one buffer or a part of one, so that returned
+/// memory is a piece of its own. Where those would be too many, a piece has several small buffers.
 fn sparse_pieces(classes: &[ClassPlace]) -> Vec<Range<usize>> {
     let group =
         |class: &ClassPlace, together: usize| together.min(SPARSE_PIECE_BYTES_MAX / class.bytes).max(1);
@@ -168,7 +176,7 @@ fn sparse_pieces(classes: &[ClassPlace]) -> Vec<Range<usize>> {
         let groups = pieces(class.start..end, group(class, together) * class.bytes);
         groups.flat_map(|group| pieces(group, SPARSE_PIECE_BYTES_MAX))
     };
-    // What lies behind the last piece moves by ordinary transfers.
+    // Bytes behind the last piece move by ordinary transfers.
     classes.iter().flat_map(of_class).take(PIECES_MAX).collect()
 }
 

@@ -1,4 +1,12 @@
 //! The engine over io_uring: one ring and one thread for a volume.
+//!
+//! A ring belongs to one volume: no engine waits for another, the volume's file and the arena are registered
+//! with its ring, and counters are per volume. A kernel feature that is missing is left out and reported
+//! (`stats()["volumes"]`). Polling (`io_poll`, `sq_poll`) occupies a processor, so it is used only where
+//! `memascend bench` found that every drive of a store gains by it.
+//!
+//! A ring that the kernel takes nothing from any more ends all requests with an error, present and future.
+//! The kernel may still have parts of them, so their buffers are never used again.
 
 use std::io;
 use std::ops::Range;
@@ -123,7 +131,7 @@ impl Wake {
         })
     }
 
-    /// What entering the kernel returned, unless a test has it refuse.
+    /// The kernel's answer, unless a test has it refuse.
     #[cfg(test)]
     fn refused(&self, entered: io::Result<usize>) -> io::Result<usize> {
         match self.refusal.load(Ordering::SeqCst) {

@@ -1,5 +1,8 @@
 //! Which part of which request comes next, and how the result of a part is handled: the same for
 //! every engine.
+//!
+//! The simulated engine runs on the same schedule, so the faults that its seeds find are faults of the code
+//! that runs on drives.
 
 use std::collections::VecDeque;
 use std::io;
@@ -250,8 +253,8 @@ impl Schedule {
         self.jobs.is_empty()
     }
 
-    /// Ends every request with an error of the system, also those of which parts are in flight. The
-    /// kernel may still use their buffers: the caller keeps these from being used again.
+    /// Ends every request with an error of the system, also requests with parts in flight. The kernel may
+    /// still use their buffers, so the caller never uses them again.
     pub(crate) fn fail_all(&mut self, errno: i32, hint: &'static str) -> Vec<Ended> {
         self.parts.clear();
         self.again.clear();

@@ -26,7 +26,7 @@ pub struct Workload {
     pub duration: Duration,
 }
 
-/// What a [`Workload`] moved.
+/// Results of a [`Workload`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Measured {
     /// Bytes read.
@@ -60,7 +60,7 @@ impl Measured {
 impl Workload {
     /// Runs on `engine` with buffers from `pool`, which must have `depth` of them free. Every
     /// completion submits the next request from the engine's own thread, so that the depth is
-    /// constant. Writes write what the buffers contain.
+    /// constant. Writes write the contents of the buffers.
     ///
     /// # Errors
     /// The first transfer that failed.

@@ -57,7 +57,7 @@ impl HeldDirectory {
             }
             std::fs::DirBuilder::new().mode(0o700).create(&directory).map_err(failed("create"))?;
             made = true;
-            // A crash must not lose the directory's name with what is committed in the directory. A
+            // A crash must not lose the directory's name with the commits in it. A
             // failure is ignored: a user may have the right to write to the parent and not the
             // right to read the parent.
             let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));

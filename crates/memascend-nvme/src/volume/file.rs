@@ -42,7 +42,7 @@ impl VolumeFile {
         }
     }
 
-    /// What the system knows of it.
+    /// Its metadata.
     pub(crate) fn metadata(&self) -> Result<std::fs::Metadata> {
         self.file.metadata().map_err(|source| file_error("look at", &self.path, source))
     }

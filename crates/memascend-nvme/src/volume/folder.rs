@@ -1,4 +1,4 @@
-//! A directory by its descriptor: what a volume does with names there, whatever becomes of its path.
+//! A directory by its descriptor: a volume's operations on names there, even if its path changes.
 
 use std::ffi::CString;
 use std::fs::{File, Metadata};
@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use crate::memory::with_room;
 
 /// What notes and volumes do with the names of a directory. A simulated one loses power in tests.
 pub(crate) trait Names {
@@ -55,7 +57,7 @@ pub(crate) struct Folder {
     identity: (u64, u64),
 }
 
-/// What tells a file or directory from every other one: device and inode.
+/// Identity of a file or directory: device and inode.
 pub(crate) fn identity_of(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
@@ -177,7 +179,8 @@ impl NamedFile for File {
     fn read(&self) -> io::Result<Vec<u8>> {
         use std::os::unix::fs::FileExt;
         let length = usize::try_from(self.length()?).map_err(io::Error::other)?;
-        let mut bytes = vec![0; length];
+        let mut bytes = with_room(length)?;
+        bytes.resize(length, 0);
         self.read_exact_at(&mut bytes, 0)?;
         Ok(bytes)
     }

@@ -30,7 +30,7 @@ impl Geometry {
         Self { block_bytes: 1, memory_bytes: 1, part_bytes: PART_BYTES_MAX }
     }
 
-    /// What direct transfers on `file` need, or None where they are refused: by statx (Linux 6.1
+    /// Requirements of direct transfers on `file`, or None where they are refused: by statx (Linux 6.1
     /// and newer), else by the device's logical block size.
     pub(crate) fn direct(file: &File) -> Option<Self> {
         let part_bytes = part_bytes(file);
@@ -69,7 +69,7 @@ fn part_bytes(file: &File) -> usize {
     part_of(preferred)
 }
 
-/// The power of two up to what the device prefers, within bounds: parts stay aligned to each other.
+/// The power of two up to the device's preference, within bounds: parts stay aligned to each other.
 fn part_of(preferred: Option<usize>) -> usize {
     let bytes = preferred.unwrap_or(PART_BYTES_MAX).clamp(PART_BYTES_MIN, PART_BYTES_MAX);
     1 << bytes.ilog2()

@@ -59,9 +59,9 @@ impl Volume {
     /// Name of the file that marks a directory whose volume was kept.
     pub const NOTE_NAME: &'static str = "memascend.json";
 
-    /// Makes an empty volume of `path`: a directory (made if missing), a block device or `UUID=…`
-    /// of a device, which must have been formatted. What a killed run left there is overwritten; a
-    /// volume that was kept is refused.
+    /// Makes an empty volume of `path`: a directory (made if missing), a block device or `UUID=…` of a
+    /// device, which must have been formatted. The remains of a killed run are overwritten; a volume that was
+    /// kept is refused.
     ///
     /// Transfers bypass the page cache (O_DIRECT) where that is possible and `direct` is wanted;
     /// [`Volume::notice`] says when it was refused.
@@ -74,8 +74,7 @@ impl Volume {
         Ok(volume)
     }
 
-    /// As [`Volume::create`], without looking at what is there, which stays until [`Volume::empty`]
-    /// is called.
+    /// As [`Volume::create`], for a volume with any content, which stays until [`Volume::empty`] is called.
     pub fn take(path: &Path, direct: bool) -> Result<Self> {
         let volume = Self::open_place(path, direct, true)?;
         // Until the volume is known to hold nothing that is wanted, an error must not remove the
@@ -84,8 +83,7 @@ impl Volume {
         Ok(volume)
     }
 
-    /// Removes the data of a volume that has no note. What is written from now on goes on drop,
-    /// unless it is kept.
+    /// Removes the data of a volume that has no note. Later writes go on drop, unless the volume is kept.
     pub fn empty(&self) -> Result<()> {
         self.keep.store(false, Ordering::Release);
         if let Place::Directory(_) = self.place {
@@ -212,7 +210,7 @@ impl Volume {
         }
     }
 
-    /// Refuses a device of which a clone is attached, which has the same identity.
+    /// Refuses a device if a clone with the same identity is attached.
     pub fn refuse_clone(&self) -> Result<()> {
         let Place::Device(device) = &self.place else { return Ok(()) };
         match find_device(device.id()) {
@@ -232,7 +230,7 @@ impl Volume {
         self.read_only
     }
 
-    /// What to tell the user about this volume, if anything.
+    /// A notice about this volume for the user, if any.
     pub fn notice(&self) -> Option<&str> {
         self.notice.as_deref()
     }
@@ -363,7 +361,7 @@ impl Volume {
         self.clear_note()
     }
 
-    /// Checks that what is committed here will be found here.
+    /// Checks that a manifest committed here will be found here.
     fn check_in_place(&self, directory: &HeldDirectory) -> Result<()> {
         if directory.is_in_place(&self.file.file) {
             return Ok(());
@@ -447,7 +445,7 @@ impl Drop for Volume {
         if let Place::Directory(directory) = &self.place
             && !self.keep.load(Ordering::Acquire)
         {
-            // What lies at the path of a directory that was moved or removed may be another run's.
+            // Files at the path of a directory that was moved or removed may be another run's.
             if directory.is_in_place(&self.file.file) {
                 directory.remove_files();
             }

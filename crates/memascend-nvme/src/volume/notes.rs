@@ -1,10 +1,17 @@
 //! The note of a volume. In a directory, the note is a file that appears whole and durably, or not
 //! at all.
+//!
+//! Two files take turns. One is written while the other stays, then they exchange names (`RENAME_EXCHANGE`).
+//! A manifest of about the same length needs no new block, so steps continue on a drive that other files have
+//! filled. If the newer file is damaged, the store asks for the other (`find_note_before`) and puts it in the
+//! newer one's place before it writes anything: else the next write would destroy the only whole manifest.
+//! Only damage counts: an older step never stands in for a file that cannot be read.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::error::{file_error, flush_error};
+use crate::memory::with_room;
 use crate::volume::folder::{NamedFile, Names};
 use crate::{BLOCK_BYTES, FoundNote, Result, Volume};
 
@@ -165,14 +172,16 @@ impl<N: Names> DirectoryNotes<'_, N> {
         // A longer file could not be read.
         let wanted = wanted.min(NOTE_BYTES_MAX);
         let length = if bytes.len() as u64 <= had { had } else { wanted }.max(least);
-        let mut padded = bytes.to_vec();
-        padded.resize(usize::try_from(length).expect("a note fits into memory"), 0);
+        let length = usize::try_from(length).map_err(io::Error::other)?;
+        let mut padded = with_room(length)?;
+        padded.extend_from_slice(bytes);
+        padded.resize(length, 0);
         file.write(&padded)?;
         Ok(file)
     }
 }
 
-/// What a flush returned, where a filesystem that cannot be written has nothing to flush.
+/// The result of a flush. A read-only filesystem has nothing to flush.
 fn unless_read_only(flushed: io::Result<()>) -> io::Result<()> {
     match flushed {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EROFS | libc::EINVAL)) => Ok(()),

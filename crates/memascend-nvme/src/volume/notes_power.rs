@@ -28,7 +28,7 @@ impl Random {
 #[derive(Clone, Default)]
 struct Inode {
     now: Vec<u8>,
-    /// What was there at the last flush.
+    /// Content at the last flush.
     durable: Vec<u8>,
 }
 
@@ -82,7 +82,7 @@ impl State {
         Ok(())
     }
 
-    /// What the medium may have after the power failed.
+    /// Possible contents of the medium after the power failed.
     fn crashed(&self, random: &mut Random) -> Self {
         let mut names = self.durable_names.clone();
         for change in &self.changes[..random.below(self.changes.len() + 1)] {
@@ -101,7 +101,7 @@ impl State {
     }
 }
 
-/// A file of which each sector, and the length, is that of the last flush or of the last write.
+/// A file whose length, and each sector, is as at the last flush or the last write.
 fn torn(inode: &Inode, random: &mut Random) -> Inode {
     let length = if random.below(2) == 0 { inode.now.len() } else { inode.durable.len() };
     let mut bytes = vec![0; length];
@@ -246,7 +246,7 @@ fn a_note_survives_a_power_cut_after_every_operation() {
             let (names, last, unfinished) = run(&mut random, operations);
             let allowed = |found: &Option<Vec<u8>>| *found == last || unfinished.as_ref() == Some(found);
             for _ in 0..6 {
-                // The process is killed or the power fails; what the next process finds stays found.
+                // The process is killed or the power fails; a note that the next process finds stays found.
                 let killed = SimNames(Rc::new(RefCell::new(names.0.borrow().clone())));
                 killed.0.borrow_mut().left = usize::MAX;
                 let cut = SimNames(Rc::new(RefCell::new(names.0.borrow().crashed(&mut random))));

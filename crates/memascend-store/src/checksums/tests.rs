@@ -68,8 +68,8 @@ impl Disk {
         self.sums.written(mib).iter().any(|part| (part.begin..part.end).contains(&block))
     }
 
-    /// Whether a byte is of a written part of which some was overwritten after it had been read. A
-    /// read of what is left of the part may find a flip there.
+    /// Whether a byte belongs to a written part that was partly overwritten after it had been read. A read of
+    /// the remainder may find a flip there.
     fn is_collected(&self, at: usize) -> bool {
         let (mib, block) = ((at / SUM_BYTES as usize) as u32, (at / BLOCK_BYTES) as u32 % BLOCKS);
         let holds = |part: &Part| (part.begin..part.end).contains(&block);

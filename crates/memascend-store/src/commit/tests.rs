@@ -53,7 +53,7 @@ fn the_manifest_of_a_large_model_is_little_more_than_its_checksums() {
         store.commit("{}").unwrap();
         let generation = store.table().durable.clone().unwrap();
         let snapshots = store.table().snapshots.clone();
-        let note = Common::of(&store.body(Some(&generation), &snapshots)).note(0);
+        let note = Common::of(&store.body(Some(&generation), &snapshots)).unwrap().note(0).unwrap();
         let manifest = Manifest::parse(&note).unwrap();
         assert_eq!(manifest.body.versions.len() as u64, copies * TENSORS);
         let checksums = manifest.body.versions.len() * BYTES.div_ceil(1 << 20) as usize;
@@ -65,7 +65,7 @@ fn the_manifest_of_a_large_model_is_little_more_than_its_checksums() {
             "{} bytes",
             note.len()
         );
-        assert_eq!(Common::of(&manifest.body).note(0), note);
+        assert_eq!(Common::of(&manifest.body).unwrap().note(0).unwrap(), note);
         sizes.push(note.len());
         if copies == 1 {
             store.snapshot("kept").unwrap();
@@ -149,7 +149,7 @@ fn action() -> impl Strategy<Value = Action> {
 /// A tensor's value and where it lies.
 type Values = BTreeMap<String, (u8, Extent)>;
 
-/// What the store is to be.
+/// The expected store.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct World {
     durable: Option<Values>,
@@ -222,7 +222,7 @@ impl Trial<'_> {
         (count > 0).then(|| self.present.keys().nth(pick.index(count)).unwrap().clone())
     }
 
-    /// Runs what changes the medium, failing on the way or not.
+    /// Runs the operations that change the medium, whether they fail or not.
     fn change(
         &mut self,
         fails_at: Option<u64>,
@@ -359,7 +359,7 @@ impl Trial<'_> {
 
     fn reopen(&mut self, crash: bool) {
         if self.world.durable.is_none() {
-            // What failed before the first success leaves nothing that has to be found.
+            // A failure before the first success leaves nothing that has to be found.
             return;
         }
         self.store = None;

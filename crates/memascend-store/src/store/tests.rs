@@ -122,7 +122,7 @@ fn a_kept_store_is_opened_again_whole_from_any_of_its_volumes() {
     drop(first);
     let error = Store::create(&directories[1..2], &StoreOptions::default()).err().unwrap();
     assert!(error.to_string().contains("memascend.resume"), "{error}");
-    // Not even what is to be replaced goes where a store cannot be created.
+    // Where a store cannot be created, the one to be replaced stays.
     let elsewhere = [directories[0].clone(), root.path().join("missing/volume")];
     let replace = StoreOptions { replace: true, ..StoreOptions::default() };
     Store::create(&elsewhere, &replace).err().unwrap();
@@ -250,7 +250,7 @@ fn a_store_that_is_overwritten_in_place_says_so_no_more() {
     fill(&store, target, 2);
     assert_eq!(store.commit("2").unwrap(), 2);
     store.snapshot("two").unwrap();
-    // What a snapshot has is not overwritten.
+    // Extents of a snapshot are not overwritten.
     let Rewrite { source, target } = store.rewrite(id).unwrap();
     assert_ne!(source, target);
     fill(&store, target, 3);
@@ -304,7 +304,7 @@ fn a_flipped_bit_is_named_and_never_read_as_if_it_were_right() {
 #[test]
 fn a_tensor_may_lie_in_several_ranges_when_only_they_have_the_room() {
     let root = tempfile::tempdir().unwrap();
-    // A volume that cannot grow: what its limit would be on a device.
+    // A volume that cannot grow, as a device cannot.
     let store = store(root.path(), 2);
     let extents: Vec<_> = (0..8).map(|_| store.allocate("small", 3 << 20).unwrap()).collect();
     extents.iter().step_by(2).for_each(|extent| store.free(*extent));
@@ -373,7 +373,7 @@ fn a_copy_of_one_volume_does_not_take_the_others_of_its_original() {
     };
     assert_eq!(refused(&[&copy_of_one]), copy_of_one);
     assert_eq!(refused(&[&copy_of_two]), copy_of_two);
-    // All volumes of the copy are one store, and those of the original stay another.
+    // All volumes of the copy are one store, and the volumes of the original stay another.
     let store = open(&[copy_of_two.clone(), copy_of_one.clone()]);
     let id = store.find_tensor("weights").unwrap();
     fill(&store, store.rewrite(id).unwrap().target, 2);

@@ -114,7 +114,7 @@ def _conflict(settings: Settings) -> str | None:
         if missing:
             return f"{' and '.join(missing)} needed (or --in-memory, for a model that fits)"
         try:
-            Computing.of(**settings.computing, gradients=settings.gradients)
+            Computing.of(settings.offload_options)
         except ValueError as error:  # options that do not go together
             return str(error)
         except DeviceError as error:

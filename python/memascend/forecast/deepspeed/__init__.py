@@ -1,1 +1,1 @@
-"""What ZeRO-3 with swapping holds and moves, from a model's and DeepSpeed's configuration; DeepSpeed is not needed."""
+"""Memory and traffic of ZeRO-3 with swapping, from a model's and DeepSpeed's configuration, without DeepSpeed."""

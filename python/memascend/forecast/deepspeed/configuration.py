@@ -1,6 +1,6 @@
 """DeepSpeed's configuration file, as far as a plan depends on it.
 
-Defaults and rules are those of DeepSpeed 0.19.8 (runtime/config.py, runtime/zero/config.py and offload_config.py).
+Defaults and rules follow DeepSpeed 0.19.8 (runtime/config.py, runtime/zero/config.py and offload_config.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: What the Trainer and Accelerate replace by their own arguments.
+#: Value that the Trainer and Accelerate replace by their own arguments.
 AUTO = "auto"
 #: `max_in_cpu` of `offload_param`; and where weights are not on NVMe, which all stay in memory.
 MAX_IN_CPU, ALL_IN_CPU = 1_000_000_000, 1 << 60
@@ -28,7 +28,7 @@ _REMEDY = 'set "zero_optimization": {"stage": 3, "offload_optimizer": {"device":
 
 @dataclass
 class Configuration:
-    """What a configuration file says, or what is taken in the place of "auto"."""
+    """The options of a configuration file, with values in place of "auto"."""
 
     source: Path
     dtype: str
@@ -43,11 +43,11 @@ class Configuration:
     #: Sub-groups whose masters have fewer bytes stay in memory.
     swappable_bytes: int
     options: Options
-    #: What was taken for "auto".
+    #: Notes on values taken for "auto".
     notes: list[str] = field(default_factory=list)
 
     def shapes(self, numels: Sequence[int], ranks: int) -> Shapes:
-        """Return what a plan is made of, for parameters of these sizes: each is cut into as many parts as ranks."""
+        """Return the shapes of a plan for parameters of these sizes: each is cut into as many parts as ranks."""
         parts = [-(-numel // ranks) for numel in numels]
         sub_groups = stock.sub_groups(parts, self.sub_group_size)
         sizes = map(sum, sub_groups) if self.swaps_states else ()
@@ -69,7 +69,7 @@ class Configuration:
 def read_configuration(path: Path, *, ranks: int, dtype: str | None, passes: int) -> Configuration:
     """Read a file; `dtype` ("bfloat16", "float16", "float32") and `passes` take the place of "auto".
 
-    Raises DataError, naming the file and the option, for what DeepSpeed refuses, or offloads without memascend.
+    Raises DataError, naming the file and the option, where DeepSpeed refuses it, or offloads without memascend.
     """
     return _Reader(path).configuration(ranks, dtype, passes)
 
@@ -160,7 +160,7 @@ class _Reader:
         }
         kept = [name for name, used in theirs.items() if used]
         if kept:
-            raise self.wrong(f"with {' and '.join(kept)} DeepSpeed's own step stays, of which memascend has no plan")
+            raise self.wrong(f"with {' and '.join(kept)} DeepSpeed's own step stays, and memascend has no plan for it")
         return devices[0] == "nvme", devices[1] == "nvme"
 
     def dtype(self, given: str | None) -> str:
@@ -186,7 +186,7 @@ class _Reader:
         return found
 
     def passes(self, ranks: int, given: int) -> int:
-        """Return the number of backward passes of a step, as DeepSpeed makes it of what is given."""
+        """Return the number of backward passes of a step, as DeepSpeed derives it."""
         names = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
         values = {name: self.whole.get(name) for name in names}
         if values[names[0]] == AUTO or (values[names[0]] is None and AUTO in values.values()):

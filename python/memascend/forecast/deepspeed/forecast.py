@@ -21,8 +21,8 @@ def forecast(
 ) -> dict[str, Any]:
     """Return a plan for a model directory (or config.json) and DeepSpeed's JSON file, as a dictionary for JSON.
 
-    `dtype` and `passes`, the backward passes of a step, take the place of "auto" in that file. Bytes are those of one
-    of `ranks` processes. The model's parameters count as one parameter group of the optimizer.
+    `dtype` and `passes`, the backward passes of a step, replace "auto" in that file. Bytes are of one of
+    `ranks` processes. The model's parameters count as one parameter group of the optimizer.
 
     Keys: `model`, `architecture`, `parameters` (of all ranks), `dtype`, `ranks`, `passes`, `sub_groups` (their number);
     `host_memory` and `ssd_traffic` (of a step, read and written), each a list of `consumer`, `deepspeed_bytes`,
@@ -30,7 +30,7 @@ def forecast(
     `ssd_deepspeed_bytes_per_parameter` and `ssd_memascend_bytes_per_parameter`; `keeps_gradients`; `notes`.
 
     Raises:
-        DataError: the file cannot be used, or what it asks for is not memascend's.
+        DataError: the file cannot be used, or asks for a setup without memascend.
         CheckpointError: the model's configuration cannot be used.
         BudgetError: "host_memory" of "memascend" is too small; the message has the table.
     """
@@ -68,7 +68,7 @@ def _as_dict(line: Line) -> dict[str, Any]:
 
 
 def as_text(prediction: Mapping[str, Any]) -> str:
-    """Write what `forecast` returned as tables."""
+    """Write the result of `forecast` as tables."""
     ranks, groups = prediction["ranks"], prediction["sub_groups"]
     return "\n".join(
         [

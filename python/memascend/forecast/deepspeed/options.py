@@ -12,9 +12,9 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Options:
-    """What the section says.
+    """The options of the section.
 
-    - `host_memory`: the most bytes of buffers in host memory, as a size ("4GiB") or a number. What it leaves keeps
+    - `host_memory`: the most bytes of buffers in host memory, as a size ("4GiB") or a number. The remainder keeps
       gradients, and then masters and moments, in memory. None: as few as possible.
     - `states`: the dtype of Adam's moments in their files, "float32" as DeepSpeed's or "bfloat16", which moves 8 bytes
       of 28 less for each parameter and step. Masters are float32 in any case. Files with bfloat16 moments are not
@@ -30,7 +30,7 @@ class Options:
 
     @classmethod
     def of(cls, configuration: dict[str, Any]) -> Options:
-        """Read the section of a configuration; ValueError for what it may not say."""
+        """Read the section of a configuration; ValueError for an unknown or wrong option."""
         section = configuration.get("memascend", {})
         names = [field.name for field in fields(cls)]
         if not isinstance(section, dict) or not set(section) <= set(names):

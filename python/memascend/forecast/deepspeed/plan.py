@@ -1,4 +1,4 @@
-"""What ZeRO-3 with swapping holds in host memory: DeepSpeed's own, and with memascend behind it."""
+"""Host memory of ZeRO-3 with swapping: DeepSpeed's own, and with memascend behind it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a plan is made of: elements on this rank.
+    """The inputs of a plan: elements on this rank.
 
     `params`: of each parameter's part, in order. `sub_groups`: the parameters' parts of each sub-group. `itemsize`:
     bytes of a weight.
@@ -75,7 +75,7 @@ def slots(sub_groups: Iterable[int]) -> int:
 
 
 def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
-    """Return the consumers. The pool's share of ours is that of the largest parameters, `buffer_count` of them."""
+    """Return the consumers. Our pool has room for the `buffer_count` largest parameters."""
     total = sum(shapes.params)
     largest = max(shapes.sub_groups, key=sum)
     swapped = sorted((n for n in shapes.params if stock.is_swapped(n, shapes.itemsize)), reverse=True)
@@ -103,7 +103,7 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
 
 
 def pool_bytes(plan: Sequence[Line]) -> int:
-    """Return what a plan has for the parameter pool, in bytes."""
+    """Return the bytes of the parameter pool in a plan."""
     return sum(line.ours for line in plan if line.name == _POOL)
 
 
@@ -133,12 +133,12 @@ def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: in
 
 
 def decide(shapes: Shapes, options: Options) -> Decision:
-    """Return the plan within `host_memory`: what is needed, then gradients, then states, as far as there is room.
+    """Return the plan within `host_memory`: the needs, then gradients, then states, as far as there is room.
 
     Each saves two bytes of transfers in a step for a byte of memory; states can stay in part.
 
     Raises:
-        BudgetError: the budget is below what is needed.
+        BudgetError: the budget is too small.
     """
     least = lines(shapes, shapes.accumulates)
     if options.host_memory is None:

@@ -1,9 +1,13 @@
 """Model directories as a GGUF file, which llama.cpp and the programs on top of it open.
 
-Names of tensors and keys are those of the package `gguf`, which llama.cpp publishes. What a file of an architecture
-has to say is in `architectures`, the tokenizer in `tokenizer`, the file itself in `file`. An architecture, a
-configuration or a tokenizer that is not known to give the same tokens there is refused, since a file that opens and
-answers nonsense is worse than none; llama.cpp's own converter knows more of them.
+Names of tensors and keys come from the package `gguf`, which llama.cpp publishes. The entries for an architecture are
+in `architectures`, the tokenizer in `tokenizer`, the file itself in `file`. An architecture, a configuration or a
+tokenizer that is not known to give the same tokens there is refused, since a file that opens and answers nonsense is
+worse than none; llama.cpp's own converter knows more of them.
+
+A file is written from a model directory, also where the model comes from a store: the directory is written first, so
+that names and shapes are checked once. The rules of a tokenizer are compared; llama.cpp's converter compares a digest
+of one tokenised text, and so knows only listed vocabularies.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Names of the file and of the description for Ollama in the directory that is written.
 FILE_NAME, MODELFILE_NAME = "model.gguf", "Modelfile"
-#: What `dtype` names -> the type in the file. Others are made from such a file by llama.cpp's llama-quantize.
+#: Names for `dtype` -> the type in the file. llama.cpp's llama-quantize makes other types from such a file.
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
 
@@ -48,8 +52,8 @@ def write_gguf(
 
     Args:
         out: a directory, which is made.
-        dtype: of matrices: one of TYPES, or None for that of the weights. Vectors are float32, as llama.cpp wants them.
-        name: what the file calls the model.
+        dtype: of matrices: one of TYPES, or None to keep their own. Vectors are float32, as llama.cpp wants them.
+        name: the name of the model in the file.
         tell: called with a line on each thing that the user should know of.
         tokenizer: a directory whose tokenizer is taken instead.
 

@@ -1,4 +1,4 @@
-"""What GGUF says of the architectures that are written here, and which of their configurations it cannot say."""
+"""The GGUF entries of the supported architectures, and configurations that GGUF cannot express."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Architecture:
 
 @dataclass(slots=True)
 class Described:
-    """The entries of a file about its model, and how its tensors become those of the file."""
+    """The entries of a file about its model, and the conversion of its tensors."""
 
     architecture: Architecture
     layers: int
@@ -54,7 +54,7 @@ class Described:
 
 
 class Refusal:
-    """Refuses what a file cannot say."""
+    """Refuses configurations that a file cannot express."""
 
     def __init__(self, model_dir: Path, what: str) -> None:
         """Take the model directory and the class of its model."""
@@ -67,7 +67,7 @@ class Refusal:
 
 
 def describe(config: Any, model_dir: Path) -> Described:
-    """Return what a GGUF file says of a model with this configuration of transformers.
+    """Return the entries of a GGUF file for a model with this configuration of transformers.
 
     Raises CheckpointError for an architecture or a configuration that is not written here.
     """
@@ -150,10 +150,10 @@ def _add_rope(described: Described, config: Any, refusal: Refusal) -> None:
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Return what Llama 3's scaling divides the frequencies by, float32 of shape (head_dim / 2,).
+    """Return the divisors of the frequencies in Llama 3's scaling, float32 of shape (head_dim / 2,).
 
-    Waves of more than `original / low_freq_factor` tokens are divided by `factor`, those of fewer than
-    `original / high_freq_factor` stay, and those between are interpolated.
+    Waves of more than `original / low_freq_factor` tokens are divided by `factor`, waves of fewer than `original /
+    high_freq_factor` stay, and others are interpolated.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents
@@ -200,7 +200,7 @@ def _check_layers(config: Any, refusal: Refusal, full_every: int) -> None:
 
 
 def _check_scale(config: Any, refusal: Refusal, layers_of_27b: int) -> None:
-    """llama.cpp knows by the number of layers what the scores of attention are divided by."""
+    """llama.cpp chooses the divisor of attention scores by the number of layers."""
     wanted = config.head_dim
     if config.num_hidden_layers == layers_of_27b:
         wanted = config.hidden_size // config.num_attention_heads

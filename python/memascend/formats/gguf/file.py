@@ -105,7 +105,7 @@ class Weights:
 
 
 def _interleaved(rows: torch.Tensor, head_rows: int) -> torch.Tensor:
-    """Return the rows of whole heads, in each of which a row of the first half is followed by one of the second.
+    """Return the rows of each head interleaved: a row of the first half, then one of the second.
 
     Args:
         rows: shape (heads * head_rows, ...).
@@ -119,7 +119,7 @@ def write_file(
 ) -> None:
     """Write a GGUF file of `weights`, whose matrices are of the type `kind`, and of `entries` about the model.
 
-    Raises CheckpointError for a weight beyond what float16 holds.
+    Raises CheckpointError for a weight beyond the range of float16.
     """
     import gguf
 

@@ -94,7 +94,7 @@ def _refuse(model_dir: Path, why: str) -> NoReturn:
 
 
 def _parts(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a part of tokenizer.json, of which a sequence has several."""
+    """Return the steps of a part of tokenizer.json; a sequence has several."""
     if described is None:
         return []
     return described[name] if described["type"] == "Sequence" else [described]
@@ -149,7 +149,7 @@ def _begins_with_space(described: dict[str, Any], model_dir: Path) -> bool:
 
 
 def _scores(tokenizer: Any, merges: list[tuple[str, ...]], rows: int) -> list[float]:
-    """Return a score for each token, the highest for what is merged first.
+    """Return a score for each token, the highest for the token that is merged first.
 
     llama.cpp merges the neighbours whose token has the highest score; the tokenizer, those whose merge comes first.
     """

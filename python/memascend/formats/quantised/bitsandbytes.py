@@ -55,7 +55,7 @@ class FourBits(Packed):
         """Return rows in the dtype that the weight had before."""
         width = self.stored_shape[-1]
         begin, end = first * width, (first + count) * width
-        # From the beginning of a block, which is that of a byte.
+        # From the beginning of a block, which begins at a byte.
         block = begin // self._block
         at = block * self._block
         itemsize = self._weight.dtype.itemsize
@@ -85,7 +85,7 @@ class FourBits(Packed):
         return *self._weight.located(externals), packing
 
     def _scales(self, begin: int, end: int) -> torch.Tensor:
-        """Return what blocks `begin .. end` are multiplied by, in float32."""
+        """Return the factors of blocks `begin .. end`, in float32."""
         largest = self._largest.part(begin, end - begin)
         if not self._nested:
             return largest.float()
@@ -109,7 +109,7 @@ class EightBits(Packed):
 
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
-    """Return the tensors of these forms by their names in the model, each with the names of what it is stored as.
+    """Return the tensors of these forms by their names in the model, each with the names of its stored tensors.
 
     Raises CheckpointError for int8 in an order of elements that is of a GPU.
     """

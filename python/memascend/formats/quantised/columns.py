@@ -55,7 +55,7 @@ class Gptq(Packed):
     transposed = True
 
     def __init__(self, tensors: Mapping[str, Stored], bits: int, offset: int) -> None:
-        """Take the tensors by their kinds, the bits of a number, and what is added to zeros.
+        """Take the tensors by their kinds, the bits of a number, and the offset of zeros.
 
         Raises CheckpointError where their shapes do not fit.
         """
@@ -67,7 +67,7 @@ class Gptq(Packed):
             raise CheckpointError(f"{weight} has shape {weight.shape}, and its scales {scales.shape}")
         super().__init__((rows, width))
         self._weight, self._scales, self._zeros, self._bits = weight, scales, zeros, bits
-        # Added to words, as gptqmodel does: a zero of which all bits are set carries into the next one.
+        # Added to words, as gptqmodel does: a zero with all bits set carries into the next one.
         added = sum(offset << shift for shift in range(0, 32, bits))
         self._added = added - (1 << 32) if added >= 1 << 31 else added
         order = tensors.get("g_idx")
@@ -88,7 +88,7 @@ class Gptq(Packed):
 
 
 def find_awq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
-    """Return the tensors of AWQ by their names in the model, each with the names of what it is stored as."""
+    """Return the tensors of AWQ by their names in the model, each with the names of its stored tensors."""
     found: dict[str, tuple[Packed, list[str]]] = {}
     for module, parts in _modules(stored):
         found[f"{module}.weight"] = (
@@ -99,7 +99,7 @@ def find_awq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict
 
 
 def find_gptq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
-    """Return the tensors of GPTQ by their names in the model, each with the names of what it is stored as."""
+    """Return the tensors of GPTQ by their names in the model, each with the names of its stored tensors."""
     bits = int(described.get("bits", 4))
     offset = 0 if str(described.get("checkpoint_format")).lower() == "gptq_v2" else 1
     found: dict[str, tuple[Packed, list[str]]] = {}

@@ -56,7 +56,7 @@ class _Scaled(Packed):
         return self._scales.part(begin * width, (end - begin) * width).view(end - begin, width)[at - begin]
 
     def _spread(self, scales: torch.Tensor) -> torch.Tensor:
-        """Repeat what is of groups for their elements: (count, width), or (count, 1) of whole rows."""
+        """Repeat values of groups for their elements: (count, width), or (count, 1) for one value a row."""
         if self._grid[1] == 1:
             return scales
         return scales.repeat_interleave(self._block[1], dim=1)[:, : self.stored_shape[1]]
@@ -92,7 +92,7 @@ class PackedIntegers(_Scaled):
         if len(fitting) != 1 or fitting[0] not in _BITS:
             raise CheckpointError(
                 f"{self._weight} has shape {self._weight.shape} for {shape} numbers of {sorted(bits)} bits: memascend "
-                f"reads those of {', '.join(map(str, _BITS))} bits, of matrices"
+                f"reads matrices with {', '.join(map(str, _BITS))} bits"
             )
         self._bits, self._half = fitting[0], 1 << (fitting[0] - 1)
         zeros = stored.get(f"{module}.weight_zero_point")
@@ -133,9 +133,9 @@ class FourBitFloats(_Scaled):
 
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
-    """Return the tensors of these forms by their names in the model, each with the names of what it is stored as.
+    """Return the tensors of these forms by their names in the model, each with the names of its stored tensors.
 
-    Raises CheckpointError for what the formats that are read do not have.
+    Raises CheckpointError for options that the supported formats do not have.
     """
     groups = described.get("config_groups")
     of_weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []

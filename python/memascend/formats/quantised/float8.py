@@ -48,7 +48,7 @@ class Float8(Packed):
             raise CheckpointError(f"{scales} has shape {scales.shape}, which fits no blocks of {weight.shape}")
         self._grid = grid
         self._block_rows, self._block_width = (size or 1 for size in found)
-        #: Scales that all matrices share are those of one.
+        #: Scales that all matrices share are stored once.
         self._grids_differ = len(grid) > 2
 
     def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _as_float(scales: torch.Tensor) -> torch.Tensor:
 
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
-    """Return the tensors of this form by their names in the model, each with the names of what it is stored as.
+    """Return the tensors of this form by their names in the model, each with the names of its stored tensors.
 
     Raises CheckpointError for a weight in FP8 that has no scales.
     """

@@ -1,4 +1,4 @@
-"""The forms that quantised weights are published in: which one a model directory has, and what can be done with it."""
+"""The forms that quantised weights are published in: which one a model directory has, and whether it can be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Form:
     named: str
     #: The kind of `READERS` that knows its tensors; None where memascend does not read it.
     kind: str | None = None
-    #: What the configuration says of it.
+    #: Its section of the configuration.
     described: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ _ENDS = (
     (r"\.weight_packed$", "compressed-tensors"),
     (r"\.qweight$", "AWQ or GPTQ"),
 )
-#: What to use instead of a form that is not read.
+#: Remedies for forms that are not read.
 _INSTEAD = (
     "use the model's checkpoint in 16 bits, or have the library that reads this form write one (in transformers, "
     "model.dequantize() and save_pretrained, where the form has it)"
@@ -85,8 +85,8 @@ _INSTEAD = (
 def form_of(path: Path) -> Form | None:
     """Return the form of a model's weights; None where they are not quantised.
 
-    `path` is the model's directory, or a configuration by itself. Raises CheckpointError where a file that would say
-    what form they have cannot be read.
+    `path` is the model's directory, or a configuration by itself. Raises CheckpointError where the file that names
+    their form cannot be read.
     """
     directory = path if path.is_dir() else path.parent
     config_file = directory / "config.json" if path.is_dir() else path
@@ -103,7 +103,7 @@ def form_of(path: Path) -> Form | None:
 
 
 def description_in(config: Any) -> Mapping[str, Any] | None:
-    """Return what a configuration (as JSON) says of quantisation, of the model or of its text part; None if nothing."""
+    """Return the quantisation section of a configuration (as JSON), of the model or of its text part, or None."""
     if not isinstance(config, dict):
         return None
     for part in (config, config.get("text_config")):
@@ -178,7 +178,7 @@ def _gptq(named: str, described: Mapping[str, Any]) -> Form:
     return Form(name, named, "gptq" if is_read else None, described)
 
 
-#: Methods that are read: what makes the form of what the configuration says.
+#: Methods that are read -> the function that makes the form from the configuration.
 _READ = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
@@ -198,7 +198,7 @@ def form_of_names(names: Collection[str]) -> str | None:
 def check_form(form: Form | None, named: Path, dequantize: bool) -> None:
     """Raise CheckpointError for the weights of the directory `named`, unless they can be trained.
 
-    Those of a form that is read can be where `dequantize` is true.
+    Weights of a form that is read pass where `dequantize` is true.
     """
     if form is None:
         return

@@ -37,7 +37,7 @@ class Mxfp4(Packed):
 
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
-    """Return the tensors of this form by their names in the model, each with the names of what it is stored as."""
+    """Return the tensors of this form by their names in the model, each with the names of its stored tensors."""
     found: dict[str, tuple[Packed, list[str]]] = {}
     for key, tensor in stored.items():
         name = key.removesuffix("_blocks")

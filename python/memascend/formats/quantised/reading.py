@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.formats.quantised.tensors import Packed
     from memascend.formats.safetensors import SafetensorsReader
 
-#: Kinds of forms: what finds their tensors.
+#: Kinds of forms -> the function that finds their tensors.
 READERS = {
     "awq": columns.find_awq,
     "bitsandbytes": bitsandbytes.find,
@@ -35,7 +35,7 @@ class QuantisedTensors:
     """Quantised tensors by their names in the model. `entries` say float32: they are read in any dtype."""
 
     def __init__(self, form: Form, where: Mapping[str, SafetensorsReader], directory: Path) -> None:
-        """Find the tensors of a form among those of open files.
+        """Find the tensors of a form in open files.
 
         Raises CheckpointError where tensors do not fit the form.
         """

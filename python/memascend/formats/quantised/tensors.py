@@ -20,7 +20,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 class Stored:
-    """A tensor of a safetensors file, of which parts are read."""
+    """A tensor of a safetensors file that is read in parts."""
 
     def __init__(self, reader: SafetensorsReader, key: str) -> None:
         """Take the file and the tensor's name there."""

@@ -7,7 +7,7 @@ use super::super::super::testing::any_bits;
 use super::*;
 use proptest::prelude::*;
 
-/// Encodes by the portable code and by that of every instruction set which runs here: the same.
+/// Encodes by the portable code and by every instruction set which runs here: the same.
 fn encode(signed: bool, block: &Block, codes: &mut [u8; BLOCK]) -> f32 {
     let scale = Scale::of(block, signed);
     encode_with::<Plain>(signed, block, scale, codes);
@@ -96,7 +96,7 @@ fn codes(signed: bool, values: &[f32]) -> Vec<u8> {
     all
 }
 
-/// All boundaries and what is around them, every code, and numbers from everywhere: to the nearest
+/// All boundaries and their neighbours, every code, and numbers from everywhere: to the nearest
 /// code, where the middle between two is wide by a few units of the last place of the decade's end.
 #[test]
 fn every_number_goes_to_the_nearest_code() {
@@ -128,7 +128,7 @@ fn every_number_goes_to_the_nearest_code() {
     }
 }
 
-/// What an element loses, as a part of its block's largest: half of the widest gap, near the top.
+/// Error of an element, as a part of its block's largest: half of the widest gap, near the top.
 #[test]
 fn the_error_is_bounded() {
     for (signed, bound) in [(true, 0.00704f32), (false, 0.00353)] {
@@ -208,8 +208,7 @@ fn what_was_read_is_written_as_it_was() {
     }
 }
 
-/// bitsandbytes' rule, plainly: the largest magnitude, and the nearest code. What the block
-/// becomes.
+/// A block by bitsandbytes' rule, plainly: the largest magnitude, and the nearest code.
 fn plain(block: &Block) -> Block {
     let peak = block.iter().fold(0.0f32, |peak, value| value.abs().max(peak));
     block.map(|value| {

@@ -1,5 +1,5 @@
-//! The same codes and values with AVX-512 and AVX2, whose permutations look up what other instruction
-//! sets compare, compute or gather.
+//! The same codes and values with AVX-512 and AVX2, whose permutations replace the comparisons and gathers of
+//! other instruction sets.
 
 use std::arch::x86_64::*;
 
@@ -8,7 +8,7 @@ use super::{BASE, BLOCK, Block, DECADES, END, Map, SLOPES};
 /// Numbers below this have the code of zero, or of the least second moment.
 const LEAST: f32 = f32::from_bits((127 - 30) << 23);
 
-/// What is looked up.
+/// The lookup tables.
 pub(super) struct Tables {
     /// Bytes of the map's values: the lowest of each, and so on.
     bytes: [[[u8; 64]; 4]; 4],
@@ -23,13 +23,13 @@ pub(super) struct Tables {
     narrow: NarrowTables,
 }
 
-/// What eight lanes look up, by the negative of a number of boundaries that lie below, of which a
-/// permutation takes three bits.
+/// A table for eight lanes, indexed by the negative of the number of boundaries below; a permutation takes
+/// three bits of it.
 struct NarrowTables {
     /// By comparisons with the fourth boundary, counted twice, and with the second or the sixth: the one
     /// between those.
     boundaries: [f32; 8],
-    /// By all three, counted four times, twice and once: see [`Map`]. The eighth boundary is that of 1.
+    /// By all three, counted four times, twice and once: see [`Map`]. The eighth boundary is 1's.
     slopes: [f32; 8],
     pieces: [f32; 8],
 }
@@ -104,7 +104,7 @@ impl Tables {
     }
 }
 
-/// [`Map::decode`]. Not inlined, as what follows is not: a loop by itself keeps its constants in registers.
+/// [`Map::decode`]. Not inlined, as the functions below: a loop by itself keeps its constants in registers.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
 pub(super) fn decode(map: &Map, codes: &[u8; BLOCK], scale: f32, block: &mut Block) {
@@ -194,7 +194,7 @@ pub(super) fn encode<const SIGNED: bool, const RAISED: bool>(
         // There is no -1: below zero is zero, as for all that is packed.
         let mut packed = pack(ranks);
         if !SIGNED {
-            // What is above zero is so as an integer too, and packed.
+            // Numbers above zero are so as integers too, and packed.
             packed = _mm512_max_epu8(packed, _mm512_min_epu8(pack(bits), _mm512_set1_epi8(1)));
         }
         // Packing works in quarters of a register.
@@ -205,7 +205,7 @@ pub(super) fn encode<const SIGNED: bool, const RAISED: bool>(
     }
 }
 
-/// The nearest bytes of 64 integers: those of quarters of the first register, of the second, and so on.
+/// The nearest bytes of 64 integers: by quarters of the first register, of the second, and so on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn pack([a, b, c, d]: [__m512i; 4]) -> __m512i {
@@ -254,7 +254,7 @@ pub(super) fn encode_narrow<const SIGNED: bool, const RAISED: bool>(
             let slope = _mm256_permutevar8x32_ps(slopes, count);
             let pieces = _mm256_permutevar8x32_ps(pieces, count);
             let place = _mm256_mul_ps(_mm256_min_ps(_mm256_fmadd_ps(magnitude, slope, base), end), pieces);
-            // Beyond the eighth boundary is the number behind that of the seventh decade's end. There is no
+            // Beyond the eighth boundary is the number behind the seventh decade's end. There is no
             // -1: a negative number has the decade's last.
             let (place, number) = match SIGNED {
                 true => (_mm256_or_ps(place, _mm256_and_ps(number, sign)), number),

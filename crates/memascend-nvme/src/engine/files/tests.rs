@@ -92,7 +92,7 @@ fn pages_are_cut_out_of_a_transfer() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Any writes and reads, at any offset from any address, are those of a plain file.
+    /// Writes and reads at any offset from any address give the bytes of a plain file.
     #[test]
     fn a_file_holds_what_was_written(
         threads in any::<bool>(),

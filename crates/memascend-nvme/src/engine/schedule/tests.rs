@@ -33,11 +33,11 @@ fn request(operation: Operation, offset: usize, bytes: usize) -> Request {
     Request { operation, offset: offset as u64, buffer: buffer(bytes), on_complete: Box::new(drop) }
 }
 
-/// What the system answers to one part.
+/// The system's answer to one part.
 #[derive(Debug, Clone, Copy)]
 enum Answer {
     Whole,
-    /// So many of 256 parts of what was asked for, a byte at least.
+    /// So many of 256 parts of the request, a byte at least.
     Short(u8),
     Again,
     Interrupted,
@@ -45,7 +45,7 @@ enum Answer {
     Error(i32),
 }
 
-/// A request under test, and what the model expects of it.
+/// A request under test, and its expected result.
 struct Expected {
     /// First byte of the request on the medium.
     start: usize,
@@ -197,7 +197,7 @@ impl Answer {
         }
     }
 
-    /// What the system returns when `moved` bytes were moved.
+    /// The system's answer when `moved` bytes were moved.
     fn result(self, moved: usize) -> io::Result<usize> {
         match self {
             Self::Whole | Self::Short(_) => Ok(moved),

@@ -10,7 +10,7 @@ use crate::engine::sim::power::gone;
 use crate::engine::sim::{Faults, Power};
 use crate::{BLOCK_BYTES, Geometry, Operation};
 
-/// What the simulated medium writes whole or not at all.
+/// Bytes that the simulated medium writes atomically.
 pub(super) const SECTOR_BYTES: usize = 512;
 /// Larger requests are cut. Far smaller than a drive's, so that small tests have requests of many
 /// parts.
@@ -129,7 +129,7 @@ impl SimDisk {
         });
     }
 
-    /// Ends what was not flushed: each block is on the medium or is not.
+    /// Settles unflushed blocks: each is on the medium or is lost.
     fn forget(&self, disk: &mut Disk) {
         let cached = std::mem::take(&mut disk.cached);
         for (number, block) in cached {
@@ -180,7 +180,7 @@ impl SimDisk {
         Ok(())
     }
 
-    /// Fails a flush if a fault says so, and forgets what was not flushed.
+    /// Fails a flush if a fault says so, and forgets unflushed writes.
     pub(super) fn fail_flush(&self, disk: &mut Disk) -> io::Result<()> {
         if self.hits(disk, self.faults.flush_error_one_in, Die::FlushError, 0).is_none() {
             return Ok(());

@@ -25,8 +25,8 @@ pub struct Faults {
     pub misdirected_one_in: u64,
     /// Flushes that do nothing and report success.
     pub lost_flush_one_in: u64,
-    /// Flushes that fail with EIO and forget what was not flushed, as Linux drops pages that it
-    /// could not write: some of it is on the medium, the rest is not, and the next flush succeeds.
+    /// Flushes that fail with EIO and forget unflushed writes, as Linux drops pages that it could not write:
+    /// some are on the medium, others are not, and the next flush succeeds.
     pub flush_error_one_in: u64,
     /// Whether a crash may write only some sectors of a block. If not, blocks are written whole or
     /// not at all.

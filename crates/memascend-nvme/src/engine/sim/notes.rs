@@ -17,7 +17,7 @@ const NOTE_BYTES: u64 = 1 << 20;
 /// The disk as a medium of notes: transfers are whole or fail.
 impl Medium for SimDisk {
     fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks> {
-        let mut blocks = Blocks::zeroed(bytes);
+        let mut blocks = Blocks::zeroed(bytes)?;
         self.carry_out_whole(Operation::Read, offset, blocks.bytes_mut())?;
         Ok(blocks)
     }
@@ -93,7 +93,7 @@ impl SimDisk {
     }
 }
 
-/// A note on a simulated disk: in two slots, as that of a device, or in a file that is replaced.
+/// A note on a simulated disk: in two slots, as on a device, or in a file that is replaced.
 pub(super) struct SimNotes {
     disk: Arc<SimDisk>,
     slots: Option<Notes>,

@@ -25,7 +25,7 @@ fn read(disk: &SimDisk, place: usize, bytes: usize) -> Vec<u8> {
     buffer
 }
 
-/// The number of a request, its errno and what its buffer held afterwards.
+/// The number of a request, its errno and its buffer afterwards.
 type End = (usize, Option<i32>, Vec<u8>);
 
 /// Everything that a caller sees of a run, in order.
@@ -100,8 +100,7 @@ fn requests_overtake_one_another_only_where_that_was_asked_for() {
             1 => assert!(overtaken > 5, "{overtaken}"),
             _ => assert!(overtaken > 30, "{overtaken}"),
         }
-        // Held back, not lost: nothing is overtaken by more than there may be, with what waits
-        // behind them.
+        // Held back, not lost: a request is overtaken by a bounded number of others.
         assert!(order.iter().enumerate().all(|(at, index)| at.abs_diff(*index) <= 30), "{order:?}");
     }
 }
