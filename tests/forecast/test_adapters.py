@@ -33,6 +33,7 @@ SMALL = LlamaConfig(
 )
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("spare", [0, 8 << 20])
 def test_traffic_of_adapters_is_that_of_a_real_run(spare: int, tmp_path: Path, offloaded: Callable[..., Any]) -> None:
     needs.package("peft", "peft")
