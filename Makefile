@@ -19,7 +19,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants faults coverage wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: help demo check test soak newcomer loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants faults coverage wheel wheels drive qemu lint docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -165,6 +165,9 @@ wheels: $(STAMPS)/release ## build the wheels for other machines (manylinux_2_28
 	$(BIN)/python tests/wheel_contents.py $(RELEASE)
 
 # As root: both set up another user's or another architecture's surroundings, and say what else they need.
+newcomer: $(STAMPS)/wheel ## type the commands of README.md and the pages in a fresh environment (NEWCOMER: one that is there; PAGES: some)
+	$(BIN)/python -P tests/newcomer.py $(if $(NEWCOMER),--environment $(NEWCOMER),dist/memascend-*.whl) --pages "$(PAGES)"
+
 drive: ## install dist/release's wheel as nobody, without compiler or writable HOME, and fine-tune with it (DRIVE: where)
 	sh tests/drive.sh $(RELEASE)/memascend-*_$$(uname -m).whl $(or $(DRIVE),build/drive)
 

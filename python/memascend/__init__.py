@@ -5,11 +5,13 @@ Parameters, gradients and optimizer states live on SSD; host memory is one budge
 
 from __future__ import annotations
 
+import importlib as _importlib
 import importlib.metadata as _importlib_metadata
+import importlib.util as _importlib_util
 from typing import TYPE_CHECKING, Any
 
-from memascend import overflow
-from memascend.common.notebook import PlanText, Stats
+from memascend import _memascend as _memascend
+from memascend.common.meetings import meet_libraries_by as _meet_libraries_by
 from memascend.common.sizes import format_size, parse_size
 from memascend.errors import (
     BudgetError,
@@ -22,35 +24,52 @@ from memascend.errors import (
     RankError,
     StoreError,
 )
-from memascend.formats.distributed import load_distributed, save_distributed
-from memascend.formats.hugging_face import from_pretrained
-from memascend.formats.safetensors_library import meet_safetensors as _meet_safetensors
-from memascend.formats.saving import parameters_of, save_pretrained
-from memascend.machine.pinned import empty_pinned, pin_memory
-from memascend.offloading.addresses import meet_libraries_by as _meet_libraries_by
-from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
-from memascend.offloading.slices import run_in_slices
-from memascend.offloading.tiles import run_in_tiles
-from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
-from memascend.optim.scaler import GradScaler
-from memascend.runs.reshard import reshard
-from memascend.runs.resume import (
-    Resumed,
-    can_resume,
-    checkpoints,
-    delete_checkpoint,
-    restore_checkpoint,
-    resume,
-    save_checkpoint,
-    track,
-)
-from memascend.vocabulary.fused import fuse_loss
-from memascend.vocabulary.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
-    from torch import nn
-
-_meet_libraries_by(_meet_safetensors)
+    from memascend import overflow
+    from memascend.library import (
+        SGD,
+        Adam,
+        AdamW,
+        Apollo,
+        ApolloMini,
+        GradScaler,
+        Lion,
+        Resumed,
+        apollo_groups,
+        can_resume,
+        checkpoints,
+        close,
+        delete_checkpoint,
+        empty_pinned,
+        flush,
+        from_pretrained,
+        fuse_loss,
+        linear_cross_entropy,
+        load_distributed,
+        offload,
+        parameters_of,
+        pin_memory,
+        plan_of,
+        reshard,
+        restore_checkpoint,
+        resume,
+        run_in_slices,
+        run_in_tiles,
+        save_checkpoint,
+        save_distributed,
+        save_pretrained,
+        set_device_memory,
+        set_host_memory,
+        stats,
+        track,
+    )
+    from memascend.library import (
+        find_offload as find_offload,
+    )
+    from memascend.library import (
+        offload_of as offload_of,
+    )
 
 try:
     #: That of Cargo.toml, from which the wheel has it.
@@ -109,64 +128,28 @@ __all__ = [
 ]
 
 
-def stats(model: nn.Module) -> dict[str, Any]:
-    """Return the counters of an offloaded model's session, most of them since it was opened.
-
-    - `ssd_bytes_read`, `ssd_bytes_written`, `ssd_requests`: traffic of the store. `store_bytes_used`: its size now.
-      `file_bytes_read`: read from the model's own files, for frozen weights.
-    - `host_bytes_in_use`, `host_bytes_peak`, `host_bytes_reserved`: leased from the arena now, at the peak, and the
-      size of the arena. `host_bytes_waste`: bytes by which leases exceed the requests. `host_bytes_planned`: the arena
-      and all other memory in the plan. `host_bytes_budget`: the present ceiling. `host_memory_auto`: whether that
-      follows the machine. `host_bytes_outside`, `host_bytes_outside_most`: buffers beside the arena, now and at most.
-    - `host_classes_at_peak`: for each size class of units, gradient packs, staging and update pipeline: bytes of a
-      buffer, number of buffers, bytes in use at the peak.
-    - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, leases served after waiting, and requests
-      refused because no buffer was free. `fetch_waits`: how often the computation waited for a unit. `parameters`:
-      number of elements. `generation`: number of the last durable generation, 0 for none.
-    - `seconds`: where the time went, by what the program was blocked on: `ssd_read`, `ssd_write`, `h2d`, `d2h`,
-      `cpu_update`, and `compute` for the remainder. Their sum is the time since the session was opened.
-    - With a device: `device_bytes_budget`, the present ceiling, and `device_bytes_planned`; `device`: `h2d_bytes`,
-      `d2h_bytes`, `h2d_copies`, `d2h_copies`, and how often Python (`waits_python`) or a native thread
-      (`waits_worker`) waited for the device.
-    - Where the store is divided over ranks: `rank`, `ranks`, and `network_bytes_sent`, the weights and gradients that
-      this rank has sent to others.
-    - `threads`: `torch`, those that PyTorch computes with; `update`, those that update weights; `waits`, how PyTorch's
-      wait for each other now ("spin", "yield", or what decides that); and `processors`, of this process: `logical`,
-      `physical` (cores) and `quota` (processors' worth of time that its cgroups allow, or None).
-    - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `host_bytes_in_huge_pages`: of the arena, when it
-      was reserved; None where the system does not tell. `notices`: what the user should know about them.
-    - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
-      of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and
-      writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`, `latency_p99`, `latency_max`
-      (seconds from submission to completion) and `bytes_per_busy_second`.
-
-    A notebook shows the dictionary as tables. Raises MemascendError for an ordinary or a closed model, as do `plan_of`
-    and `flush`.
-    """
-    return Stats(offload_of(model).stats())
+def __getattr__(name: str) -> Any:
+    """Return a folder of the package or a name of `memascend.library`, which imports PyTorch: `--help` does without."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _importlib_util.find_spec(f"{__name__}.{name}") is not None:
+        return _importlib.import_module(f"{__name__}.{name}")
+    try:
+        value = getattr(_importlib.import_module("memascend.library"), name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
 
 
-def plan_of(model: nn.Module) -> str:
-    """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer.
-
-    A notebook shows the text as HTML tables.
-    """
-    session = offload_of(model)
-    plans = {"host memory": session.plan, "device memory": session.device_plan}
-    return PlanText.of({name: plan for name, plan in plans.items() if plan is not None})
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
-def flush(model: nn.Module) -> None:
-    """Apply the model's deferred updates, wait for the drives, and commit the step if steps are durable."""
-    offload_of(model).flush()
+def _meet_safetensors() -> None:
+    from memascend.formats.safetensors_library import meet_safetensors
+
+    meet_safetensors()
 
 
-def close(model: nn.Module) -> None:
-    """Free the model's host memory and close its store, whose files are removed unless `keep_store` keeps them.
-
-    Does nothing for a closed or an ordinary model. A model that the garbage collector finds unused is closed too, as at
-    the end of a program that does not call `close`: a store with a durable step stays, with the last step.
-    """
-    session = find_offload(model)
-    if session is not None:
-        session.close()
+_meet_libraries_by(_meet_safetensors)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from memascend.command import subcommands
 from memascend.command.arguments import parser
+from memascend.command.jobs import training
 from memascend.command.main import BAD_INPUT, main
 from memascend.errors import DeviceError
 
@@ -77,7 +77,7 @@ def test_a_device_that_is_not_there(
     def refuse(*_: object, **__: object) -> None:
         raise DeviceError("no driver is loaded")
 
-    monkeypatch.setattr(subcommands.Computing, "of", refuse)
+    monkeypatch.setattr(training.Computing, "of", refuse)
     told = error_of(capfd, words | {"--device": "cuda"})
     assert "--device cuda cannot be used here: leave it out to compute on the CPU (no driver is loaded)" in told
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from memascend.command import main
-from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, parse_held_out, split
+from memascend.command.data import Blocks, ByteTokenizer, Documents, load_tokenizer, split
 from memascend.command.data import blocks as blocks_module
+from memascend.command.data.show import shown as shown_data
+from memascend.common.choices import parse_held_out
 from memascend.errors import DataError
 
 #: The turns of ChatML; BEGIN and END are around the assistant's words.
@@ -382,3 +385,72 @@ def test_a_run_on_conversations_is_that_in_memory_and_goes_on_to_the_same_bits(
         assert all(torch.equal(value, whole[name]) for name, value in weights.items())
     other = run("all", "--loss-on", "all", store="other")
     assert not all(torch.equal(value, whole[name]) for name, value in other.items())
+
+
+def test_data_is_shown_with_what_is_trained_on(room: Path) -> None:
+    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
+    blocks = blocks_of(room, lines(room, *[{"messages": turns}] * 2), packing=False, seq_len=128)
+    tokenizer = load_tokenizer(room / "tokenizer", 258)
+    found = list(shown_data(blocks, tokenizer, 5))
+    heads = [line.split(":")[0] for line in found if line.startswith("sequence")]
+    assert heads == ["sequence 1 of 2", "sequence 2 of 2"]
+    seen, trained = (next(line for line in found if line.startswith(f"  {kind}")) for kind in ("seen", "trained"))
+    assert "How many?" in seen and "<|im_start|>" in seen and "Two." not in seen
+    assert trained.startswith("  trained | Two.") and "How many?" not in trained
+    labels = blocks.row(0)["labels"]
+    assert f"{int((labels[1:] >= 0).sum())} of them trained on" in found[0]
+    blocks.close()
+    long = blocks_of(room, lines(room, {"text": "x" * 1000}), packing=False, seq_len=2000)
+    told = list(shown_data(long, tokenizer, 1))
+    long.close()
+    assert len(told) == 3, "the first token is predicted from nothing"
+    assert len(told[2]) < 300 and " ... " in told[2]
+    assert ByteTokenizer().shown([*b"ab", 256, 257]) == "ab<end><pad>"
+
+
+def test_splits_of_a_data_set_are_streamed(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs.package("data", "datasets").disable_progress_bars()
+    monkeypatch.chdir(room)
+    for part, text in (("train", "to train on"), ("test", "to test on")):
+        file = room / "org" / "talks" / f"{part}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": f"{text} {number}", "other": 1}) + "\n" for number in range(3)))
+    for named, text in (("org/talks:test", "to test on"), ("org/talks:default:train", "to train on")):
+        documents = Documents([named], scratch=room / "scratch")
+        assert len(documents) == 3
+        pieces = [list(documents.document(number).pieces) for number in range(3)]  # type: ignore[union-attr]
+        assert pieces == [[f"{text} {number}"] for number in range(3)]
+        assert documents.where(1) == f"{named}, row 2"
+        documents.close()
+    with pytest.raises(DataError, match=r"org/talks: no such file; as a data set of the hub it cannot be read"):
+        Documents(["org/talks:nowhere"], scratch=room / "scratch")
+    with pytest.raises(DataError, match=r"row 1 .*text"):
+        Documents(["org/talks:test"], scratch=room / "scratch", text_field="content")
+    for path in ("src/missing.jsonl", "/org/talks:test", "talks"):
+        with pytest.raises(DataError, match="No such file"):
+            Documents([path], scratch=room / "scratch")
+
+
+def test_weights_say_how_often_documents_are_taken(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for name in "ab":
+        (room / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name}{number}"}) + "\n" for number in range(4))
+        )
+        paths.append(room / f"{name}.jsonl")
+
+    def counted(*weights: float) -> Counter[str]:
+        documents = Documents(paths, scratch=room / "scratch", weights=weights)
+        found = Counter("".join(documents.document(number).pieces) for number in range(len(documents)))  # type: ignore[union-attr]
+        documents.close()
+        return found
+
+    assert counted() == counted(2, 2) == Counter(f"{name}{number}" for name in "ab" for number in range(4))
+    twice = counted(0.5, 1)
+    assert {twice[f"a{number}"] for number in range(4)} == {1} and {twice[f"b{number}"] for number in range(4)} == {2}
+    part = counted(2.5, 1)
+    assert sorted(part[f"a{number}"] for number in range(4)) == [2, 2, 3, 3] and part == counted(5, 2)
+    words = ["finetune", "model", "--data", *map(str, paths), "--out", str(room / "out"), "--in-memory", "--weights"]
+    for more, said in ((["1"], "1 numbers for 2 of --data"), (["1", "2", "--eval", "0.1"], "give --eval files")):
+        assert main.main([*words, *more]) == main.BAD_INPUT
+        assert said in capfd.readouterr().err

@@ -30,7 +30,7 @@ def test_a_panic_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     def panic(_: object) -> int:
         raise DefectError("index out of bounds (crates/a.rs:1:2)")
 
-    monkeypatch.setitem(main.SUBCOMMANDS, "doctor", panic)
+    monkeypatch.setattr(main.subcommands, "run", panic)
     assert main.main(["doctor"]) == main.FAILED
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("memascend: error: a defect of memascend: index out of bounds (crates/a.rs:1:2). What is")

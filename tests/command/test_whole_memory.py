@@ -72,10 +72,10 @@ def test_force_begins_all_the_same(
 
 
 def test_a_plan_ends_with_the_sum(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", str(room / "llama"), "--seq-len", "64"]) == 0
+    assert main.main(["plan", str(room / "llama"), "--seq-len", "64", "--details"]) == 0
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.startswith("in all: ") and " planned + " in last and "interpreter" in last and "not fit" not in last
-    assert main.main(["plan", str(room / "llama"), "--seq-len", "64", "--batch-size", "1000000000"]) == 0
+    assert main.main(["plan", str(room / "llama"), "--seq-len", "64", "--batch-size", "1000000000", "--details"]) == 0
     assert capfd.readouterr().out.splitlines()[-1].endswith("it does not fit here")
 
 
@@ -83,7 +83,7 @@ def test_what_is_not_known_is_not_judged(
     room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole, "simulate_step", lambda *_, **__: None)
-    assert main.main(["plan", str(room / "llama"), "--seq-len", "64", "--batch-size", "1000000000"]) == 0
+    assert main.main(["plan", str(room / "llama"), "--seq-len", "64", "--batch-size", "1000000000", "--details"]) == 0
     out = capfd.readouterr().out
     assert "PyTorch's memory is not known" in out
     assert "PyTorch's, not known" in out.splitlines()[-1] and "not fit" not in out.splitlines()[-1]

@@ -56,10 +56,11 @@ def a_step(progress: Progress) -> None:
     [
         (200, ["| ", "loss 2.346", "host 7.0 GiB of 8.0 GiB", "1,234 tokens/s", "bound by", "SSD"], []),
         (110, ["| ", "loss 2.346", "host 7.0 GiB of 8.0 GiB"], ["bound by"]),
-        (80, ["loss 2.346", "host 7.0 GiB of 8.0 GiB"], ["| ", "bound by"]),
+        (80, ["loss 2.346", "s/step", "tokens/s"], ["| ", "bound by"]),
         (50, ["loss 2.346"], ["host", "| "]),
+        (60, ["loss 2.346", "s/step"], ["host", "| "]),
         (24, ["training 30/100000"], ["loss"]),
-        (0, ["loss 2.346", "host 7.0 GiB of 8.0 GiB"], ["bound by"]),
+        (0, ["loss 2.346", "s/step"], ["bound by"]),
     ],
 )
 def test_a_line_shows_what_it_has_room_for(columns: int, shown: list[str], left_out: list[str]) -> None:
@@ -76,7 +77,7 @@ def test_other_work_shows_how_far_it_is_without_parts() -> None:
 def test_a_file_gets_every_part() -> None:
     stream = io.StringIO()
     a_step(Progress("training", 30, stream=stream))
-    assert stream.getvalue() == "  ".join(["training 30/30", *step_text(STEP)]) + "\n"
+    assert stream.getvalue() == "  ".join(["training 30/30", *step_text(STEP), "0:00:00 elapsed"]) + "\n"
 
 
 def test_lines_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +90,34 @@ def test_lines_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
         bar.update(done, ["loss 1"])
     bar.update(1000, ["evaluating 1/9"])  # a moment later
     assert stream.getvalue().splitlines() == [
-        "training 401/1000  loss 1",
-        "training 402/1000  loss 1  1:59:36 left",
-        "training 500/1000  loss 1  0:17:31 left",
-        "training 1000/1000  loss 1",
+        "training 401/1000  loss 1  0:00:30 elapsed",
+        "training 402/1000  loss 1  0:00:42 elapsed  1:59:36 left",
+        "training 500/1000  loss 1  0:03:58 elapsed  0:17:31 left",
+        "training 1000/1000  loss 1  0:20:38 elapsed",
     ]
+
+
+def test_within_a_step_lines_come_at_the_same_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    bar = Progress("training", 9, stream=stream)
+    bar.update(1, ["loss 1"])
+    for share in range(0, 100, 10):
+        now[0] += 4
+        bar.pulse(f"step 2: {share}%")
+    assert stream.getvalue().splitlines() == [
+        "training 1/9  loss 1  0:00:00 elapsed",
+        "training 1/9  step 2: 20%  0:00:12 elapsed",
+        "training 1/9  step 2: 50%  0:00:24 elapsed",
+        "training 1/9  step 2: 80%  0:00:36 elapsed",
+    ]
+
+
+def test_within_a_step_a_terminal_keeps_what_it_showed() -> None:
+    def pulsed(bar: Progress) -> None:
+        bar.update(30, step_text(STEP))
+        bar.pulse("step 31: 40%")
+
+    line = on_a_terminal(110, 40, pulsed)
+    assert "step 31: 40%" in line and "loss 2.346" in line

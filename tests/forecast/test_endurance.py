@@ -16,7 +16,7 @@ import memascend
 from memascend.command import main, writes
 from memascend.common.sizes import format_decimal
 from memascend.forecast.forecast import forecast
-from memascend.forecast.traffic import KINDS
+from memascend.forecast.kinds import KINDS
 from memascend.machine import drives
 
 if TYPE_CHECKING:
@@ -92,9 +92,16 @@ def test_what_would_write_less() -> None:
     assert endurance_of(budget=1 << 40, durability="none")["savings"] == []
     # Micro-batches that go through each layer while it is in memory come first.
     accumulating, sliced = endurance_of(grad_accum=4), {"batch_size": 4, "micro_batch_size": 1}
-    assert accumulating["savings"][0]["change"] == "--batch-size 4 --micro-batch-size 1 --grad-accum 1"
-    assert accumulating["savings"][0]["step_bytes"] == written(**sliced)
-    assert not any("micro" in saving["change"] for saving in endurance_of(**sliced)["savings"])
+    found = {saving["change"]: saving for saving in accumulating["savings"]}
+    assert found["--batch-size 4 --micro-batch-size 1 --grad-accum 1"]["step_bytes"] == written(**sliced)
+    # So do more tokens in a step, which then are fewer.
+    more = now["savings"][[saving["steps_share"] for saving in now["savings"]].index(1 / 8)]
+    assert more["change"] == "--batch-size 8 --micro-batch-size 1 (8 times the tokens a step)"
+    assert more["step_bytes"] == written(budget=budget, batch_size=8, micro_batch_size=1)
+    assert more["saved"] == pytest.approx(1 - more["step_bytes"] / 8 / now["step"]["total_bytes"], abs=1e-4)
+    for savings_of in (now, accumulating):
+        shares = [saving["saved"] for saving in savings_of["savings"]]
+        assert shares == sorted(shares, reverse=True), "the largest come first"
 
 
 @pytest.mark.parametrize(("durability", "update"), [("step", "forward"), ("every:2", "forward"), ("step", "backward")])
@@ -130,7 +137,7 @@ def test_it_is_what_a_real_run_writes(
 
 
 def test_a_plan_shows_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(saved(SMALL, tmp_path)), "--seq-len", "64"]
+    words = ["plan", str(saved(SMALL, tmp_path)), "--seq-len", "64", "--details"]
     assert main.main(words) == 0
     shown = capfd.readouterr().out
     assert "Written by a run of 1,000 steps; --steps N" in shown and "--tbw TB: the share" in shown
@@ -183,13 +190,14 @@ def test_a_run_begins_with_it(model_dir: Path, tmp_path: Path, capfd: pytest.Cap
 def test_what_a_run_of_epochs_writes_is_warned_of(
     model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writes, "CHANGES_TOLD", 1)
+    monkeypatch.setattr(writes, "CHANGES_TOLD", 2)
     words = words_of(model_dir, tmp_path / "out", tmp_path / "store", durability="every:2")
     at = words.index("--steps")
     words[at : at + 2] = ["--epochs", "1"]
     assert main.main([*words, "--tbw", "0.0001", "--tbw-share", "1.5"]) == 0
     (line,) = lines(capfd.readouterr().err)
-    assert "more than --tbw-share 1.5%: --durability every:16 saves" in line and line.count("saves") == 1
+    named = [part.split(" saves ")[0] for part in line.split("more than --tbw-share 1.5%: ")[1].split(", ")]
+    assert named == ["--batch-size 8 --micro-batch-size 1 (8 times the tokens a step)", "--durability every:16"]
 
 
 def test_a_share_needs_a_rating(model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -210,4 +218,8 @@ def test_more_memory_than_the_machine_has_is_not_proposed(monkeypatch: pytest.Mo
     text = writes.text_of(found, 1.0, begins=True) or ""
     assert "--host-memory" not in text and "--states 8bit saves" in text
     assert "take fewer --steps" in (writes.text_of(found | {"savings": []}, 1.0, begins=True) or "")
-    assert writes.text_of(endurance_of(), 1.0, begins=True) is None
+    # Without a rating, of what many drives are rated for, where that is worth a line.
+    usual = writes.text_of(endurance_of(), 20.0, begins=True) or ""
+    assert "18.8% of what a drive rated for 600.00 TB takes" in usual and "saves" not in usual
+    assert "--states 8bit saves" in (writes.text_of(endurance_of(), 10.0, begins=True) or "")
+    assert writes.text_of(writes.for_steps(endurance_of(), 10, begins=True), 1.0, begins=True) is None

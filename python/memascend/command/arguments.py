@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import memascend
-from memascend.command.data import parse_held_out
 from memascend.command.exits import BAD_INPUT
+from memascend.common.choices import parse_held_out
 from memascend.common.sizes import AUTO, parse_size
 from memascend.common.tiles import parse_tile_tokens
-from memascend.doctor.features import features
 from memascend.options import GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
 
 #: The end of `memascend finetune --help`.
@@ -64,6 +63,8 @@ class _Version(argparse.Action):
     """Prints the version and the features, which are looked for only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from memascend.doctor.features import features  # Imports PyTorch, which no help needs.
+
         lines = [f"memascend {memascend.__version__}"]
         lines += [f"{name:<8}  {feature}" for name, feature in features().items()]
         print("\n".join(lines))
@@ -150,10 +151,16 @@ def _add_finetune(subcommands: Any) -> None:
         paths.add_argument(flag, help=text, **options)
 
     text = (
-        "text files, records (JSON lines, an array of objects, CSV, TSV, Parquet, a directory that datasets saved), or "
-        "directories of them (hidden and binary files are skipped)"
+        "text files, records (JSON lines, an array of objects, CSV, TSV, Parquet, a directory that datasets saved), "
+        "directories of them (hidden and binary files are skipped), or data sets of the hub: org/name, org/name:split, "
+        "org/name:configuration:split"
     )
     add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
+    text = (
+        "for several --data, how often documents of each are taken beside those of the others: 2 1 takes those of the "
+        "first twice an epoch (default: all once)"
+    )
+    add("--weights", text, type=_positive_rate, nargs="+", action="extend", default=[], metavar="W")
     text = (
         "the field of a record with its text (default: text); a record without it has messages or conversations, "
         "prompt and completion, or instruction, input and output"
@@ -244,6 +251,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "training (0.05), or files as for --data"
     )
     add("--eval", text, type=_held_out, nargs="+", action="extend", dest="evaluation", metavar="DATA|FRACTION")
+    text = "print the first N sequences before the training, and which of their tokens are trained on"
+    add("--show-data", text, type=_positive, metavar="N")
+    text = "show what the model answers to this before and after the training; each takes 48 readings of the model"
+    add("--sample", text, metavar="PROMPT")
     add("--eval-steps", "steps between evaluations (default: a tenth of the run)", type=_positive, metavar="N")
     text = "also report to these, by transformers' callbacks; tensorboard writes to OUT.tensorboard"
     add("--report-to", text, nargs="+", action="extend", choices=REPORTERS, default=None, metavar="NAME")
@@ -255,6 +266,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--seed", "order of the data, and dropout", type=_count, default=0, metavar="N")
     add("--dtype", _DTYPE, choices=DTYPES, default="auto")
     _add_optimizer(training)
+    text = (
+        "when weights are updated: on the way into the next forward pass, or in the backward pass, so that gradients "
+        "never go to the SSD; that takes --max-grad-norm 0 and --grad-accum 1"
+    )
+    add("--update", text, choices=UPDATES, default="forward")
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep the activations for the backward pass instead of recomputing them: faster, but memory grows with depth"
     training.add_argument("--no-recompute", help=text, action="store_true")
@@ -300,8 +316,9 @@ def _add_plan(subcommands: Any) -> None:
         subcommands,
         "plan",
         help="show the host memory, SSD space and traffic of a run",
-        description="Show the memory, SSD space and traffic of fine-tuning MODEL. Only config.json is read, and\n"
-        "nothing is written. Without --host-memory the plan is for the smallest budget that works.",
+        description="Show in a few lines whether fine-tuning MODEL fits, how long a step takes on this machine, and\n"
+        "what a run writes; --details shows all of it. Only config.json is read (and --data with the tokenizer),\n"
+        "and nothing is written. Without --host-memory the plan is for the smallest budget that works.",
     )
     add = parser.add_argument
     text = "a Hugging Face model directory, the path of a config.json, or the id of a model on the hub (org/name)"
@@ -322,8 +339,13 @@ def _add_plan(subcommands: Any) -> None:
     )
     add("--update", choices=UPDATES, default=OffloadOptions.update, help=text)
     _add_durability(add)
-    text = "count the best model too, which `memascend finetune --eval` keeps in the store"
-    add("--eval", action="store_true", dest="evaluation", help=text)
+    text = "count the best model too, which `memascend finetune --eval` keeps in the store; values as there are taken"
+    add("--eval", nargs="*", type=_held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)
+    text = "plan LoRA adapters of this rank, as `memascend finetune` trains them"
+    add("--lora-rank", type=_positive, metavar="R", help=text)
+    text = "what will be trained on: its tokens are estimated, and the steps, hours and bytes of all are counted"
+    add("--data", type=Path, nargs="+", action="extend", metavar="PATH", help=text)
+    add("--epochs", type=_positive, default=1, metavar="N", help="passes over --data (default: %(default)s)")
     text = "optimizer steps of the run, for what it writes in all (default: 1,000 are counted)"
     add("--steps", type=_positive, metavar="N", help=text)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that the run writes"
@@ -333,7 +355,11 @@ def _add_plan(subcommands: Any) -> None:
     text = "where the store will be, measured by `memascend bench`; several times for several drives"
     add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
     add("--ssd", type=_positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
-    add("--json", action="store_true", help="one JSON object instead of tables; an error is one too")
+    text = "show every consumer of memory and every kind of bytes too, as tables"
+    add("--details", action="store_true", help=text)
+    text = "show what ZeRO-Infinity would hold and move beside it, by the formulas of DeepSpeed's source"
+    add("--compare", choices=("zero-infinity",), help=text)
+    add("--json", action="store_true", help="one JSON object instead of lines; an error is one too")
     _add_ranks(parser)
     deepspeed = parser.add_argument_group(
         "behind DeepSpeed",
@@ -534,8 +560,10 @@ def _add_report(subcommands: Any) -> None:
         "measured.",
     )
     add = parser.add_argument
-    text = "the model directory that `memascend finetune` wrote, or its metrics file"
+    text = "the model directory that `memascend finetune` writes or wrote, its store, or its metrics file"
     add("run", type=Path, metavar="RUN", help=text)
+    text = "while the run goes on, write the page anew every N seconds, and have the browser read it anew"
+    add("--refresh", type=_positive, metavar="N", help=text)
     text = "the page; a report that is there is replaced (default: %(default)s)"
     add("--out", type=Path, default=Path("report.html"), metavar="FILE", help=text)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that the run has used"

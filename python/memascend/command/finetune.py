@@ -25,6 +25,7 @@ from memascend._memascend import KeptStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
 from memascend.command.data import ByteTokenizer, Tokenizer, load_tokenizer
+from memascend.command.data.show import shown
 from memascend.command.dtypes import choose_dtype
 from memascend.command.ended import is_interrupted, note_interrupted
 from memascend.command.exits import note
@@ -119,7 +120,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         note("training on the bytes of the text, one token each, without a tokenizer")
     reader = Reader(settings, tokenizer, vocab_size, scratch)
     cleanup.callback(reader.close)
-    documents = reader.documents(settings.data)
+    documents = reader.documents(settings.data, settings.weights)
     # A run that can be resumed, however it ends, keeps its records.
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
@@ -131,6 +132,8 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         # Of the step that it goes on from: over processes, a store may have had a newer one.
         progress, entries = _recorded(offload_of(model).generations.waiting)
     blocks, held_out = reader.divided(documents, tokens_max)
+    if settings.show_data:
+        print("\n".join(shown(blocks, tokenizer, settings.show_data)), flush=True)
     log = RunLog(records, go_on=settings.resume)
     if watch is not None:
         watch("before", model, tokenizer)
@@ -267,7 +270,11 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         # A budget that follows the machine takes what is left; nothing is refused unless the least is too much.
         automatic = settings.host_memory == AUTO
         on_device = settings.device is not None
-        options: dict[str, Any] = {"on_device": on_device, "threads": update_threads(on_device)}
+        options: dict[str, Any] = {
+            "update": settings.update,
+            "on_device": on_device,
+            "threads": update_threads(on_device),
+        }
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):

@@ -131,6 +131,7 @@ def conflict(settings: Settings) -> str | None:
         (settings.lora_rank, "--lora-rank trains in one: start one process, or leave it out"),
         (settings.device, "a GPU computes in one: leave --device out, or start one process"),
         (settings.host_memory == "auto", "--host-memory auto is for one: give a size such as 8GiB for each process"),
+        (settings.update != "forward", f"--update {settings.update} is for one: leave it out"),
         (settings.gradients != "auto", f"--gradients {settings.gradients} is for one: leave it out"),
         (
             settings.evaluation and settings.durability == "none",

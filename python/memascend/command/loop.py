@@ -163,7 +163,8 @@ class Loop(Trainer):
         settings = self._run.settings
         make, _, options = NAMED[settings.optimizer]
         storage = {"states": settings.states, "master": settings.master, "seed": settings.seed % 2**32}
-        options = {"lr": settings.lr, "nonfinite": "skip", **options, **storage}
+        nonfinite = "skip" if settings.update == "forward" else "propagate"
+        options = {"lr": settings.lr, "nonfinite": nonfinite, **options, **storage}
         if issubclass(make, Apollo):
             # The Trainer's own groups do not tell matrices from others.
             options["params"] = apollo_groups_with_decay(model, args.weight_decay, options.pop("rank"))
@@ -195,9 +196,13 @@ class Loop(Trainer):
         return loss
 
     def _get_grad_norm(self, *others: Any, **named: Any) -> Any:
-        norm = super()._get_grad_norm(*others, **named)
+        is_applied = self._run.settings.update == "backward"  # by the backward pass: there is no norm to take
+        if is_applied:
+            norm = self._position.grad_norm = math.nan
+        else:
+            norm = super()._get_grad_norm(*others, **named)
         self._reason = self._run.agreed(self._reason)
-        if self._reason is None and not math.isfinite(norm):
+        if self._reason is None and not is_applied and not math.isfinite(norm):
             self._reason = f"the gradient norm is {norm}"
         self._run.log.skipped = self._reason is not None
         if self._reason is None:

@@ -9,13 +9,11 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memascend.command import launched
+from memascend.command import launched, subcommands
 from memascend.command.arguments import check_names, flags_of, parser
 from memascend.command.exits import BAD_INPUT, FAILED, SIGNALLED, explain, tell
 from memascend.command.options import with_options
-from memascend.command.subcommands import SUBCOMMANDS
 from memascend.errors import DataError
-from memascend.machine.threads import set_torch_threads
 
 __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
@@ -38,8 +36,7 @@ def _main(words: Sequence[str]) -> int:
         tell(f"error: {error}")
         return BAD_INPUT
     try:
-        set_torch_threads()
-        return SUBCOMMANDS[chosen.command](chosen)
+        return subcommands.run(chosen)
     except KeyboardInterrupt as interrupt:
         with launched.one_speaks():
             tell("interrupted: what was begun is abandoned")

@@ -33,13 +33,19 @@ class Reader:
         """Close all documents and blocks."""
         self._open.close()
 
-    def documents(self, paths: Sequence[Path]) -> Documents:
-        """Open the documents in files and directories, and say what is left out.
+    def documents(self, paths: Sequence[Path], weights: Sequence[float] = ()) -> Documents:
+        """Open the documents in files and directories, as often as `weights` say, and say what is left out.
 
         Raises DataError where there are none, or the tokenizer cannot read them.
         """
         settings = self._settings
-        documents = Documents(paths, scratch=self._folder(), text_field=settings.text_field, as_text=settings.as_text)
+        documents = Documents(
+            paths,
+            scratch=self._folder(),
+            text_field=settings.text_field,
+            as_text=settings.as_text,
+            weights=weights,
+        )
         self._open.callback(documents.close)
         for line in documents.skipped.lines() + documents.notes:
             note(line)

@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 
 def show_plans() -> None:
     """Have the host memory plan printed before anything is reserved."""
@@ -44,6 +42,7 @@ class _ToStderr(logging.Handler):
 
 def quiet_libraries() -> None:
     """Have transformers print neither warnings nor progress bars: the screen is for this command's own lines."""
+    import torch
     from transformers.utils import logging
 
     if not torch.cuda.is_available():

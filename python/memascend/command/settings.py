@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.command.metrics import METRICS_NAME
-from memascend.options import Activations, Gradients, OffloadOptions
+from memascend.options import Activations, Gradients, OffloadOptions, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Settings:
     states: str = "float32"
     master: bool = True
     gradients: Gradients = OffloadOptions.gradients  # the dtype that they are put aside in
+    update: Update = OffloadOptions.update  # in the next forward pass, or in the backward pass
     on_nan: str = "stop"
     durability: str = OffloadOptions.durability
     resume: bool = False
@@ -53,10 +54,12 @@ class Settings:
     recompute: bool = OffloadOptions.recompute
     activations: Activations | None = None
     metrics: Path | None = None
+    weights: Sequence[float] = ()  # how often documents of each of `data` are taken, beside those of the others
     text_field: str = "text"
     tokenizer: Path | None = None  # the directory of the tokenizer; None is the model's
     bytes: bool = False  # train on the bytes of the text, without a tokenizer
     as_text: bool = False  # every file of data is trained on as the text that it is
+    show_data: int | None = None  # sequences that are printed before the training
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
     evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
@@ -84,7 +87,7 @@ class Settings:
     @property
     def computing(self) -> dict[str, Any]:
         """Where and how the model computes, as `memascend.offload` takes it."""
-        names = ("device", "device_memory", "recompute", "activations")
+        names = ("device", "device_memory", "recompute", "activations", "update")
         return {name: getattr(self, name) for name in names} | {
             "batch_tokens": (self.batch_size, self.seq_len),
             "micro_batch_size": self.micro_batch_size,
@@ -140,7 +143,10 @@ class Settings:
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
             *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
         )
-        return {name: getattr(self, name) for name in names} | {"eval": self.held_out}
+        return {name: getattr(self, name) for name in names} | {
+            "eval": self.held_out,
+            "weights": list(self.weights),
+        }
 
     @property
     def held_out(self) -> float | None:
@@ -155,6 +161,7 @@ class Settings:
         if self.held_out is None:
             record["evaluation"] = [str(path) for path in self.evaluation[:16]]  # type: ignore[index]
         record["report_to"] = list(self.report_to)
+        record["weights"] = list(self.weights)
         record["store"] = [str(path) for path in self.store]
         return record
 

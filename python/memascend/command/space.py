@@ -49,6 +49,14 @@ def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Wo
     )
 
 
+def free_bytes(stores: Sequence[Path]) -> int | None:
+    """Return the bytes that are free in the directories of a store; None where they are devices, or there are none."""
+    if not stores or any(path.is_block_device() for path in stores):
+        return None
+    folders = {os.stat(folder).st_dev: folder for folder in map(_existing, stores)}
+    return sum(shutil.disk_usage(folder).free for folder in folders.values())
+
+
 def _named(settings: Settings) -> str:
     parts = ["the best model, as --eval keeps it"] if settings.evaluation else []
     return " and ".join([*parts, *(["the checkpoints of --save-every"] if settings.save_every else [])])

@@ -8,17 +8,17 @@ from typing import Any
 from memascend.common.sizes import format_decimal, format_size
 from memascend.common.timeline import describe
 from memascend.machine.drives import rate_of
-from memascend.report.figures import SSD_COUNTERS
+from memascend.report.counters import SSD_COUNTERS
 
 
 def step_text(step: dict[str, Any]) -> list[str]:
     """One step's record as the parts of the text beside the bar, the most important ones first."""
-    parts = [f"loss {step['loss']:.3f}"]
+    parts = [f"loss {step['loss']:.3f}", f"{step['seconds']:.3g} s/step"]
     if step["host_bytes_budget"] is not None:
         parts.append(f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}")
     parts.append(f"{step['tokens_per_s']:,.0f} tokens/s")
     if step["waited_seconds"] is not None:
-        parts.append(describe(step["waited_seconds"]))
+        parts.append(describe(step["waited_seconds"]).partition(", ")[2])  # The seconds of a step come first.
     if step["host_bytes_budget"] is not None:
         read, written = (step[name] / step["seconds"] / 1e9 for name in SSD_COUNTERS)
         parts.append(f"SSD {read:.2f} GB/s read, {written:.2f} written")

@@ -16,12 +16,14 @@ from memascend.command.exits import note
 from memascend.command.loop import Course, EvaluationEnded, HeldOut, Loop, LoopArguments
 from memascend.command.metrics import hidden_records
 from memascend.command.tables import step_text
+from memascend.command.within import WithinStep
 from memascend.common.outputs import clear_away
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_size
 from memascend.errors import Abandoned, DataError, MemascendError, NonFiniteError
 from memascend.offloading.api import find_offload
-from memascend.report.figures import SSD_COUNTERS, stats_of
+from memascend.report.counters import SSD_COUNTERS
+from memascend.report.figures import stats_of
 
 if TYPE_CHECKING:
     from memascend.command.best import Best
@@ -78,6 +80,7 @@ class Training:
         self._offloaded = None if settings.in_memory else model
         self._stats_before: dict[str, Any] = {}
         self._bar: Progress | None = None
+        self._within: WithinStep | None = None
         result.steps_planned = self.steps
         result.parameters = sum(p.numel() for p in model.parameters())
 
@@ -187,6 +190,8 @@ class Training:
                 raise
             raise self._ranks.lost("train", error) from error
         finally:
+            if self._within is not None:
+                self._within.close()
             if self._bar is not None:
                 self._bar.close()
             if use_cache is not None:
@@ -248,6 +253,8 @@ class Training:
         self._stats_before = stats_of(self._offloaded)
         self._bar = Progress("training", self.steps)
         self._notes(self._bar)
+        if self._offloaded is not None and self.settings.recompute:
+            self._within = WithinStep(self.model, self._show_within)
         self.interrupts.graceful = True
 
     def _identity(self) -> dict[str, Any]:
@@ -321,6 +328,14 @@ class Training:
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""
         self.result.steps = step
+        if self._within is not None:
+            self._within.stepped()
+
+    def _show_within(self, share: str) -> None:
+        """Show how far the step is that follows those that were taken; an evaluation shows its batches."""
+        assert self._bar is not None, "the run has begun"
+        if self.model.training:
+            self._bar.pulse(f"step {self.result.steps + 1}: {share}")
 
     def skipped(self, text: str) -> None:
         """Note that the step is left out."""
@@ -331,6 +346,8 @@ class Training:
     def evaluating(self, done: int, batches: int) -> None:
         """Show how far an evaluation is."""
         assert self._bar is not None, "the run has begun"
+        if self._within is not None:
+            self._within.forget()
         if done < batches:
             self._bar.update(self.result.steps, [f"evaluating {done}/{batches}"])
 
@@ -342,6 +359,7 @@ class Training:
         is_best = step > 0 and not (best and best[0]["loss"] <= loss) and math.isfinite(loss)
         text = f"step {step}: loss {loss:.4f} on held-out data" + (", the least so far" if is_best else "")
         self._bar.note(text)
+        self._bar.update(self.result.steps)  # without the batches of the evaluation
         if is_best:
             best = [found] if self.best.keep(step) else []
         self.result.evaluations = [first, *best]

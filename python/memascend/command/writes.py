@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import AUTO, format_decimal
-from memascend.forecast.endurance import endurance, savings, written
+from memascend.forecast.endurance import USUAL_RATING_BYTES, endurance, savings, written
 from memascend.forecast.traffic import traffic
 from memascend.machine.drives import busiest_share
 from memascend.machine.limits import total_memory
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Changes that a warning names; the plan and the report have all of them.
 CHANGES_TOLD = 3
+#: Without --tbw, the share of `USUAL_RATING_BYTES` that is worth a line.
+NOTABLE_SHARE = 0.01
 #: Options that a run which goes on may have others of.
 _CHANGEABLE = ("--host-memory", "--durability")
 
@@ -46,7 +48,7 @@ def forecast_traffic(
         steps=settings.steps,
         tbw=settings.tbw,
         busiest_share=busiest_share(settings.store),
-        savings=savings(model, units, plan, config, work, with_update=False),
+        savings=savings(model, units, plan, config, work),
     )
     return told
 
@@ -62,15 +64,19 @@ def for_steps(endurance: dict[str, Any], steps: int, *, begins: bool) -> dict[st
 def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str | None:
     """Say what share of the drives' rating a run will write, and above `percent` of it what would write less.
 
-    None where no rating was given. A run that goes on cannot have other states.
+    Without a rating, a run that writes little is not spoken of. A run that goes on cannot have other states.
     """
     used = endurance["rating_used"]
+    text = f"the run will write {format_decimal(endurance['total_bytes'])} in {endurance['steps']:,} steps, "
     if used is None:
-        return None
-    text = (
-        f"the run will write {format_decimal(endurance['total_bytes'])} in {endurance['steps']:,} steps, {used:.2%} of "
-        f"the {format_decimal(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
-    )
+        share = endurance["total_bytes"] * endurance["busiest_share"] / USUAL_RATING_BYTES
+        if share < NOTABLE_SHARE:
+            return None
+        rating = format_decimal(USUAL_RATING_BYTES)
+        text += f"{share:.1%} of what a drive rated for {rating} takes in its life (--tbw TB gives the rating of yours)"
+        used = share
+    else:
+        text += f"{used:.2%} of the {format_decimal(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
     if used * 100 <= percent:
         return text
     possible = [

@@ -67,6 +67,17 @@ def beside(out: Path, name: str) -> Path:
     return out.with_name(f".{out.name}.{name}")
 
 
+def under_way(out: Path, name: str) -> Path | None:
+    """Return the file `name` of the run that is writing `out` now, where there is one; of several, the newest."""
+    found = []
+    with suppress(OSError):
+        for work in out.absolute().parent.iterdir():
+            named = _WORKSPACE.fullmatch(work.name)
+            if named is not None and named["out"] == out.name:
+                found += [file for file in (work / KEPT / name, work / "model" / name) if file.is_file()]
+    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+
+
 def clear_away(folder: Path) -> None:
     """Remove the workspaces in `folder` whose processes were killed, and put what they keep beside their output."""
     with suppress(OSError):

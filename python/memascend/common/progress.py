@@ -33,6 +33,9 @@ class Progress:
         #: The first amount, and when it was done: the rate of what follows says how much time is left.
         self._first: tuple[int, float] | None = None
         self._ended = False
+        self._began = time.monotonic()
+        #: What was shown last.
+        self._done, self._parts = 0, list[str]()
         self._shown = -math.inf if unit == "step" else time.monotonic()  # of other work a line comes only after a while
         if self._stream.isatty():
             from tqdm import tqdm
@@ -54,6 +57,7 @@ class Progress:
 
         A line on a terminal has the parts that it has room for; lines elsewhere have all.
         """
+        self._done, self._parts = done, list(parts)
         if self._bar is not None:
             self._lay_out(done, parts)
             self._bar.update(done - self._bar.n)
@@ -68,9 +72,23 @@ class Progress:
             self._shown, self._ended = now, done == self._total
             amount = (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
             self._stream.write(
-                "  ".join([f"{self._title} {amount[0]}/{amount[1]}", *parts, *self._left(done, now)]) + "\n"
+                "  ".join([f"{self._title} {amount[0]}/{amount[1]}", *parts, self._elapsed(), *self._left(done, now)])
+                + "\n"
             )
             self._stream.flush()
+
+    def pulse(self, part: str) -> None:
+        """Show a part beside what is done; elsewhere than on a terminal a line with it, where none came for a while."""
+        if self._bar is not None:
+            self._lay_out(self._bar.n, [part, *self._parts])
+            self._bar.refresh()
+        elif time.monotonic() - self._shown >= PLAIN_LINE_SECONDS:
+            self._shown = time.monotonic()
+            self._stream.write("  ".join([f"{self._title} {self._done}/{self._total}", part, self._elapsed()]) + "\n")
+            self._stream.flush()
+
+    def _elapsed(self) -> str:
+        return f"{_clock(time.monotonic() - self._began)} elapsed"
 
     def _left(self, done: int, now: float) -> list[str]:
         """Return a part of a line that says how long the remainder takes at the rate so far, where that is known."""
@@ -78,8 +96,7 @@ class Progress:
         first_done, begin = self._first
         if not first_done < done < self._total:
             return []
-        seconds = round((now - begin) / (done - first_done) * (self._total - done))
-        return [f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"]
+        return [f"{_clock((now - begin) / (done - first_done) * (self._total - done))} left"]
 
     def _columns(self) -> int:
         """The width of the terminal, now."""
@@ -113,3 +130,9 @@ class Progress:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _clock(seconds: float) -> str:
+    """Return seconds as hours, minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

@@ -22,8 +22,6 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
@@ -161,6 +159,8 @@ def span(name: str) -> AbstractContextManager[Any]:
     """
     if _notes is not None:
         return _noted(name, _notes)
+    import torch  # Whoever reads a run's figures needs the names here, and not PyTorch.
+
     nvtx, profiled = torch.cuda.is_initialized(), torch._C._autograd._profiler_enabled()
     return _named(f"memascend: {name}", nvtx, profiled) if nvtx or profiled else _NOTHING
 
@@ -188,6 +188,8 @@ def _noted(name: str, notes: list[Noted]) -> Iterator[None]:
 
 @contextmanager
 def _named(name: str, nvtx: bool, profiled: bool) -> Iterator[None]:
+    import torch
+
     if nvtx:
         torch.cuda.nvtx.range_push(name)
     try:

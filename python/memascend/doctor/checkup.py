@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memascend.doctor.sizes import sizes
 from memascend.doctor.software import software
 from memascend.doctor.storage import storage
 from memascend.doctor.system import system
@@ -26,4 +27,5 @@ def check(
     for location in stores:
         progress(f"{location}: looking at the drive ...")
         findings += storage(location, measure)
+    findings.append(sizes(stores))
     return findings

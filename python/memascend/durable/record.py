@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.durable import exact_json
+from memascend.durable.outline import RECORD_VERSION, parse
 from memascend.durable.record_schema import check_record
 from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.layout.ties import untied_names
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import StoreTensor, Unit
     from memascend.options import OffloadOptions
-
-#: Version of the record, under its key "format". A later version refuses records that it cannot
-#: read.
-RECORD_VERSION = 1
-#: Keys of every record.
-_KEYS = {"steps", "model", "recompute", "units", "buffers", "optimizers", "random", "tracked"}
 
 
 def record_text(
@@ -106,22 +101,7 @@ def parse_record(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
 
     Raises CheckpointError for any other text, and for a record of another version.
     """
-    where = ", ".join(str(path) for path in paths)
-    try:
-        record = exact_json.loads(text or "")
-        version = record["format"]
-        missing = _KEYS - record.keys() if version == RECORD_VERSION else None
-        if missing:
-            raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        if version == RECORD_VERSION:
-            check_record(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the store in {where} keeps something that is no run of memascend: {error}") from None
-    if version != RECORD_VERSION:
-        raise CheckpointError(
-            f"the store in {where} keeps a run in format {version}, this version reads {RECORD_VERSION}"
-        )
-    return record
+    return parse(text, paths, exact_json.loads, check_record)
 
 
 @contextmanager

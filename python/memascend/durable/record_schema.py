@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memascend.common.shapes import Absent, Each, Either, check, count, dimensions
+from memascend.durable.outline import fill_defaults
 
 #: Names that transformers takes for ways to compute; others, with a slash, name code that it would download.
 _IMPLEMENTATION = re.compile(r"[\w|+-]+")
@@ -19,12 +20,11 @@ def check_record(record: Any) -> None:
     source = record["model"]
     if source["kind"] == "transformers":
         check(source, _TRANSFORMERS, "the record['model']")
+    fill_defaults(record)
     names = set()
     for unit in record["units"]:
         for tensor in unit["tensors"]:
             names |= {name for name, *_ in tensor["parameters"]}
-            tensor.setdefault("trained", True)  # Of a record of before there could be others.
-            tensor.setdefault("moments", [])
             unknown = {name for name, *_ in tensor["moments"]} - names
             if unknown:
                 raise ValueError(f"the moments are of parameters that are not there: {min(unknown)}")
@@ -32,8 +32,6 @@ def check_record(record: Any) -> None:
         unnumbered = {name for group in optimizer["groups"] for name in group["params"]} - optimizer["numbers"].keys()
         if unnumbered:
             raise ValueError(f"an optimizer has no number for {min(unnumbered)}")
-    record.setdefault("fused_loss", False)
-    record.setdefault("gradients", "auto")
 
 
 def _dtype(value: Any, where: str) -> None:

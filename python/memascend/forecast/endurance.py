@@ -14,7 +14,8 @@ The keys of the result of `endurance` (bytes unless they say otherwise):
   drive, or null.
 - `savings`: a list of `change`, the options that would write less, each beside the others as they are;
   `budget_bytes`, the host memory that they take, or null where it stays; `step_bytes`, written in a step with them;
-  `saved`, the part of the step's bytes that is not written.
+  `steps_share`, the part of the steps that as many tokens then take; `saved`, the part of the bytes that is not
+  written for as many tokens. The largest comes first.
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Plan
 
+#: What many drives of 1 TB are rated to be written, for a run of which the rating is not known.
+USUAL_RATING_BYTES = 600 * 10**12
 #: Steps that are counted where a run's number of steps is not known.
 STEPS = 1000
 #: A change that saves less than this part of a step's writes is not worth a line.
 _LEAST_SAVED = 0.01
+#: A step of so many times the tokens is proposed, up to so many in all: larger ones change more of the training.
+MORE_TOKENS, TOKENS_MAX = 8, 1 << 16
 #: The durability that is proposed where states stay in memory.
 _PERIOD = 16
 #: More than any model takes.
@@ -78,7 +83,7 @@ def endurance(
         **written(begin + counted * moved.written.total(), rated, busiest_share),
         "rated_bytes": rated,
         "busiest_share": round(busiest_share, 4),
-        "savings": list(savings),
+        "savings": sorted(savings, key=lambda saving: -saving["saved"]),
     }
 
 
@@ -105,14 +110,17 @@ def savings(
     told: dict[str, int] = {"": now}
     with_update = with_update and work.ranks == 1
     for change, changed_plan, changed_work in _changes(units, plan, work, with_update):
-        written = traffic(model, units, changed_plan, config, changed_work, device_plan).written.total()
+        share = work.step_tokens / changed_work.step_tokens  # of the steps, for as many tokens
+        step_bytes = traffic(model, units, changed_plan, config, changed_work, device_plan).written.total()
+        written = int(step_bytes * share)
         # A part of a change that saves as much by itself makes the whole of it superfluous.
         if all(written < told[part] - now * _LEAST_SAVED for part in told if change.startswith(part)):
             told[change] = written
             yield {
                 "change": change,
                 "budget_bytes": None if changed_plan.budget == plan.budget else changed_plan.budget,
-                "step_bytes": written,
+                "step_bytes": step_bytes,
+                "steps_share": share,
                 "saved": round(1 - written / now, 4),
             }
 
@@ -122,6 +130,11 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
         rows, micro = work.batch_size * work.grad_accum, work.micro_batch_size or work.batch_size
         sliced = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)
         yield f"--batch-size {rows} --micro-batch-size {micro} --grad-accum 1", plan, sliced
+    if not plan.on_device and work.ranks == 1 and work.step_tokens * MORE_TOKENS <= TOKENS_MAX:
+        # Layers take the batch in slices of the present one, so that a step writes little more for more tokens.
+        rows, micro = work.batch_size * work.grad_accum * MORE_TOKENS, work.micro_batch_size or work.batch_size
+        more = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)
+        yield f"--batch-size {rows} --micro-batch-size {micro} ({MORE_TOKENS} times the tokens a step)", plan, more
     if work.states != "8bit":
         yield "--states 8bit", plan, replace(work, states="8bit")
     if work.states == "float32":

@@ -18,6 +18,7 @@ from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast.curve import curve
 from memascend.forecast.endurance import endurance, savings
+from memascend.forecast.fitting import fitting_change
 from memascend.forecast.network import network as between_ranks
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part, zero_infinity_part
 from memascend.forecast.step_time import step_flops, step_time
@@ -89,6 +90,8 @@ def forecast(
     busiest_share: float = 1.0,
     ranks: int = 1,
     network: Rate | None = None,
+    adapters_bytes: int | None = None,
+    processor: Mapping[str, Rate] | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
@@ -97,7 +100,9 @@ def forecast(
     `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
     Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
-    bytes per second in each direction. `steps`, `tbw` (terabytes) and `busiest_share` are of
+    bytes per second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
+    gradients and states take so many bytes of memory. `processor` has the rates ("flops", "update") of this machine,
+    for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share` are of
     `memascend.forecast.endurance`, what a run writes in all.
 
     Raises:
@@ -110,11 +115,16 @@ def forecast(
     _, positions = limits(config)
     if positions is not None and seq_len > positions:
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
+    if gpu is not None and adapters_bytes is not None:
+        raise DataError("--lora-rank is planned on the CPU alone: leave it out, or --gpu")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
     if ranks > 1:
         _check_over_ranks(gradients, update)
     model = empty_model_of(config, _directory(path), getattr(torch, dtype))
+    if adapters_bytes is not None:
+        model.requires_grad_(False)
+        durability = "none"  # Adapters have checkpoints of their own.
     units = divided(model, gpu is not None, gradients, ranks)
     on_device = gpu is not None
     options: dict[str, Any] = {"update": update, "on_device": on_device, "threads": update_threads(on_device)}
@@ -154,7 +164,7 @@ def forecast(
             steps=steps,
             tbw=tbw,
             busiest_share=busiest_share,
-            savings=savings(model, units, plan, config, work, device_plan),
+            savings=() if adapters_bytes is not None else savings(model, units, plan, config, work, device_plan),
         ),
     }
     if ranks > 1:
@@ -163,6 +173,12 @@ def forecast(
         rates = {"network": network} | ({} if ssd is None else {"ssd": ssd})
         moved = {"network": prediction["network"]["busiest_bytes"], "ssd": planned.total}
         prediction["step"] = step_time(moved, rates, tokens=work.step_tokens)
+    elif gpu is None and processor is not None and Shape.of(config) is not None:
+        passes = amounts(model, units, config, work, planned)
+        if adapters_bytes is not None:  # The gradients of the weights are not made, which is a quarter of the products.
+            passes |= {"flops": passes["flops"] * 3 // 4, "update": 3 * adapters_bytes}
+        rates = {**processor} | ({} if ssd is None else {"ssd": ssd})
+        prediction["step"] = step_time(passes, rates, tokens=work.step_tokens)
     beside: int | None = 0
     if gpu is None or device_plan is None:
         prediction["pytorch"] = estimates = pytorch_memory(
@@ -180,7 +196,13 @@ def forecast(
                 return float(step_time(passes, gpu.rates, tokens=work.step_tokens)["floor_seconds"])
 
         prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
-    prediction["whole"] = Whole.of(plan.total, beside, resident_memory()).as_dict()
+    held = adapters_bytes or 0
+    whole = Whole.of(plan.total + held, beside, resident_memory())
+    prediction["whole"] = whole.as_dict()
+    if not whole.fits and gpu is None:
+        prediction["fits_with"] = fitting_change(
+            whole, smallest.total + held, units, config, _directory(path), getattr(torch, dtype), work
+        )
     prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, work)
     return prediction
 

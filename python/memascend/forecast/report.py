@@ -46,7 +46,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.forecast import zero_infinity
-from memascend.forecast.traffic import KINDS
+from memascend.forecast.kinds import KINDS
 from memascend.formats.quantised.forms import form_of
 from memascend.formats.weight_files import files_bytes
 
@@ -123,7 +123,7 @@ def memory_part(plan: Plan | DevicePlan) -> dict[str, Any]:
 
 
 def by_kind(counts: Counter[str]) -> dict[str, int]:
-    """Name the bytes of each of `traffic.KINDS`, and their sum."""
+    """Name the bytes of each of `KINDS`, and their sum."""
     return {f"{kind}_bytes": counts[kind] for kind in KINDS} | {"total_bytes": counts.total()}
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_decimal, format_size
-from memascend.forecast.traffic import KINDS
+from memascend.forecast.kinds import KINDS
 from memascend.forecast.whole import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def as_text(prediction: Mapping[str, Any]) -> str:
-    """Write what `forecast` returned as tables."""
+def as_text(prediction: Mapping[str, Any], *, compare: bool = False) -> str:
+    """Write what `forecast` returned as tables; `compare` adds what ZeRO-Infinity would hold."""
     space = prediction["ssd_space"]
     # A state that the optimizer does not keep is not worth a row. Activations are, though there may
     # be none.
@@ -30,7 +30,8 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     if "network" in prediction:
         tables.append(_network_table(prediction["network"]))
     if "step" in prediction:
-        tables.append(_step_table(prediction["step"], "Time of an optimizer step, without that of computing"))
+        title = "Time of an optimizer step" + (", without that of computing" if "network" in prediction else ", here")
+        tables.append(_step_table(prediction["step"], title))
     if "gpu" in prediction:
         gpu = prediction["gpu"]
         title = f"Device memory, of {format_size(gpu['memory_bytes'])}: the rest is for CUDA's own context and holes"
@@ -39,8 +40,9 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     else:
         tables.append(_pytorch_table(prediction["pytorch"]))
     if "curve" in prediction:
-        tables.append(_curve_table(prediction["curve"]))
-    tables.append(_zero_infinity_table(prediction))
+        tables.append(curve_text(prediction["curve"]))
+    if compare:
+        tables.append(zero_infinity_text(prediction))
     tables.append(_whole_line(prediction["whole"]))
     return "\n\n".join(tables)
 
@@ -142,13 +144,13 @@ def _rating(endurance: Mapping[str, Any]) -> str:
 def _savings_table(endurance: Mapping[str, Any]) -> str:
     steps, begin = endurance["steps"], endurance["begin_bytes"]
     return _table(
-        "What would write less, each by itself; other optimizers and states change results too",
-        ["option", "a step", f"{steps:,} steps", "saved"],
+        "What would write less, each by itself; other steps, optimizers and states change results too",
+        ["option", "a step", f"{steps:,} steps' tokens", "saved"],
         [
             [
                 saving["change"],
                 format_decimal(saving["step_bytes"]),
-                format_decimal(begin + steps * saving["step_bytes"]),
+                format_decimal(begin + steps * saving["steps_share"] * saving["step_bytes"]),
                 f"{saving['saved']:.0%}",
             ]
             for saving in endurance["savings"]
@@ -156,7 +158,8 @@ def _savings_table(endurance: Mapping[str, Any]) -> str:
     )
 
 
-def _curve_table(points: Sequence[Mapping[str, Any]]) -> str:
+def curve_text(points: Sequence[Mapping[str, Any]]) -> str:
+    """Return what other budgets would save."""
     timed = "seconds_at_least" in points[0]
     rows = [
         [
@@ -233,7 +236,8 @@ def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     )
 
 
-def _zero_infinity_table(prediction: Mapping[str, Any]) -> str:
+def zero_infinity_text(prediction: Mapping[str, Any]) -> str:
+    """Return ZeRO-Infinity's host memory beside that of the plan."""
     zero, size = prediction["zero_infinity"], format_size
     planned = prediction["ssd_traffic"]["planned"]
     ours_per_parameter = planned["read_bytes_per_parameter"] + planned["written_bytes_per_parameter"]

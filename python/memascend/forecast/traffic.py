@@ -15,6 +15,7 @@ from torch import nn
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
 from memascend.common.tiles import tile_of
+from memascend.forecast.kinds import KINDS
 from memascend.layout.division import divide
 from memascend.layout.shards import channels_of
 from memascend.layout.units import partition, round_up
@@ -34,23 +35,6 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.plan.device import DevicePlan
     from memascend.plan.host import Line, Plan
-
-#: Kinds of bytes on the SSD, in the order of the tables.
-KINDS = {
-    "weights": "weights",
-    "master": "masters",
-    "master_low": "master low halves",
-    "exp_avg": "exp_avg",
-    "exp_avg_sq": "exp_avg_sq",
-    "momentum_buffer": "momentum",
-    "moments": "moments of projected gradients",
-    "gradients": "gradients",
-    "projections": "projected gradients",
-    "activations": "activations of recomputed layers",
-    "second_slot": "second slot of weights and states",
-    "kept": "best model and checkpoints",
-    "buffers": "buffers",
-}
 
 
 @dataclass(slots=True)
@@ -213,7 +197,7 @@ def _rule(tensor: StoreTensor, work: Work) -> Rule:
 
 def _states_kept(units: Sequence[Unit], plan: Plan, work: Work) -> dict[StoreTensor, dict[str, int]]:
     """Return the bytes of each tensor's states that stay in memory."""
-    rules = {tensor: _rule(tensor, work) for unit in units for tensor in unit.tensors}
+    rules = {tensor: _rule(tensor, work) for unit in units for tensor in unit.tensors if tensor.trained}
     sizes = [(tensor.numel, sum(plane.bytes(tensor.numel) for plane in rule.planes)) for tensor, rule in rules.items()]
     return {
         tensor: {plane.name: round_up(plane.bytes(kept), PAGE_BYTES) for plane in rule.planes}
@@ -237,7 +221,7 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
     space: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     for unit in units:
         space["weights"] += unit.stored_nbytes
-        for tensor in unit.tensors:
+        for tensor in (tensor for tensor in unit.tensors if tensor.trained):
             space.update(state_kinds(tensor, work))
             space["moments"] += moments_bytes(tensor, work)
             space["gradients"] += 0 if tensor.packed else tensor.gradient_nbytes
@@ -286,7 +270,8 @@ def traffic(
     staying = {units.index(unit) for unit in plan.staying}
     fetched = [[number for number in uses if number not in streamed | staying] for uses in wanted]
     # The backward pass updates weights where they are, so that the next pass finds some of them.
-    replay = Replay(units, plan.units, taken=staying, stale=not _early(plan, work))
+    changes = any(tensor.trained for unit in units for tensor in unit.tensors)
+    replay = Replay(units, plan.units, taken=staying, stale=changes and not _early(plan, work))
     for _ in range(2):
         found = replay.step(fetched, passing)
     for number in [*chain(*found), *replay.missing(late)]:
@@ -295,10 +280,12 @@ def traffic(
         moved.read["weights"] += _read_by_blocks(model, units[number], work, by_blocks[number])
     states_kept = _states_kept(units, plan, work)
     for number, unit in enumerate(units):
+        if not any(tensor.trained for tensor in unit.tensors):
+            continue
         # The fetch for the first forward pass carries the update. Its read of the weights is
         # counted above.
         moved.written["weights"] += int(unit.stored_nbytes * (work.written_share if number in staying else 1))
-        for tensor in unit.tensors:
+        for tensor in (tensor for tensor in unit.tensors if tensor.trained):
             for kind, nbytes in state_kinds(tensor, work).items():
                 kept = states_kept[tensor][kind]
                 moved.read[kind] += nbytes - kept
@@ -375,10 +362,11 @@ def _copied_by_parts(model: nn.Module, unit: Unit, work: Work, apart: bool) -> i
 def _read_by_blocks(model: nn.Module, unit: Unit, work: Work, by_blocks: int) -> int:
     """Return the bytes read of a table without a buffer: by its update, by rows for lookups, `by_blocks` as a whole."""
     (place,) = unit.places
+    updates = int(unit.tensors[0].trained)
     row_bytes = _row_bytes(place)
     rows = work.tokens * (round_up(row_bytes, PAGE_BYTES) + (PAGE_BYTES if row_bytes % PAGE_BYTES else 0))
     looked_up = min(rows, unit.nbytes) if _looks_up(model, place) else 0
-    return unit.nbytes * (1 + by_blocks) + work.grad_accum * looked_up
+    return unit.nbytes * (updates + by_blocks) + work.grad_accum * looked_up
 
 
 @dataclass(slots=True)
@@ -454,7 +442,7 @@ def spill(
                     spilled.activations += round_up(max(0, stash - in_memory), PAGE_BYTES)
             for number in captured:
                 for tensor in reversed(units[number].tensors):
-                    if tensor.packed or (_early(plan, work) and updates_early(tensor)):
+                    if tensor.packed or not tensor.trained or (_early(plan, work) and updates_early(tensor)):
                         continue
                     if tensor in on_device and turn < work.grad_accum - 1:
                         continue

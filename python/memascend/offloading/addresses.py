@@ -57,21 +57,6 @@ _of_weights: weakref.WeakKeyDictionary[Any, StandInStorage] = weakref.WeakKeyDic
 _of_gradients = WeakIdKeyDictionary()
 
 
-#: What prepares libraries that read at addresses, before there are tensors on SSD.
-_meetings: list[Callable[[], None]] = []
-
-
-def meet_libraries_by(meet: Callable[[], None]) -> None:
-    """Have `meet` called before a model is offloaded."""
-    _meetings.append(meet)
-
-
-def meet_libraries() -> None:
-    """Prepare the libraries that read at addresses."""
-    for meet in _meetings:
-        meet()
-
-
 class _NoMemoryError(MemascendError, AttributeError):
     """A storage on SSD was asked for something that only memory has."""
 

@@ -34,11 +34,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memascend.common.graphs import called_from_compiled, is_compiled, outside_of_graphs
+from memascend.common.meetings import meet_libraries
 from memascend.errors import FORKED, MemascendError
 from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation, refuse_overwritten
-from memascend.offloading.addresses import meet_libraries
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Any
 import memascend
 from memascend.forecast.report import memory_part
 from memascend.offloading.api import find_offload, offload_of
+from memascend.report.counters import RANK_FIGURES, SSD_COUNTERS, VOLUME_COUNTERS
 
 if TYPE_CHECKING:
     from torch import nn
 
-SSD_COUNTERS = ("ssd_bytes_read", "ssd_bytes_written")
-#: Of each volume in a step's figures, in this order.
-VOLUME_COUNTERS = ("bytes_read", "bytes_written", "busy_seconds")
-#: Of each rank in the figures of a step, in this order.
-RANK_FIGURES = ("tokens", "seconds", *SSD_COUNTERS, "network_bytes_sent", "host_bytes_peak", "peak_rss_bytes")
 _DECIMALS = 6  # of seconds
 
 

@@ -103,10 +103,11 @@ MISSING = {
 }
 
 
-def page_of(run: Run, tbw: float | None = None) -> str:
+def page_of(run: Run, tbw: float | None = None, refresh: int | None = None) -> str:
     """Return the page of a run.
 
-    `tbw` is the rated endurance of each drive in terabytes written; without it, that which the run was given.
+    `tbw` is the rated endurance of each drive in terabytes written; without it, that which the run was given. A browser
+    reads the page anew every `refresh` seconds.
     """
     if tbw is None and (given := number(section(run.opening, "settings").get("tbw"))) is not None and given > 0:
         tbw = given
@@ -130,17 +131,19 @@ def page_of(run: Run, tbw: float | None = None) -> str:
         f"<section><h2>Drive wear</h2>{wear}{endurance}{kinds}</section>" if wear else "",
         f"<section><h2>Machine and settings</h2>{machine}</section>" if machine else "",
     ]
-    return _document(sections.title(run), "\n".join(parts), run)
+    return _document(sections.title(run), "\n".join(parts), run, refresh)
 
 
-def _document(title: str, body: str, run: Run) -> str:
+def _document(title: str, body: str, run: Run, refresh: int | None) -> str:
     style, script = (files("memascend.report").joinpath(f"report.{kind}").read_text() for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Nothing is fetched, and no other script runs, whatever the file of the metrics holds.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">\n'
     footer = f"{escape(run.path.name)}, shown by memascend {escape(memascend.__version__)}"
     return (
         f'{HEAD}<head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"{again}"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style></head>\n"
         f"<body><main>\n{body}\n</main><footer>{footer}</footer>\n<script>{script}</script></body></html>\n"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.timeline import COMPUTE, KINDS
 from memascend.errors import DataError
-from memascend.report.figures import RANK_FIGURES, VOLUME_COUNTERS
+from memascend.report.counters import RANK_FIGURES, VOLUME_COUNTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

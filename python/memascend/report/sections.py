@@ -10,7 +10,7 @@ from typing import Any
 
 from memascend.common.html import Markup, escape, table
 from memascend.common.sizes import format_decimal, format_size
-from memascend.forecast.traffic import KINDS
+from memascend.forecast.kinds import KINDS
 from memascend.report.run import Run, Values, number, section
 from memascend.report.scales import shown
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memascend._memascend import KeptStore
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_decimal, format_size
-from memascend.durable.record import parse_record
+from memascend.durable.outline import parse_outline, what_it_has
 from memascend.errors import StoreError
 from memascend.machine.drives import notices_of
-from memascend.runs.live import live_report, process_using
-from memascend.runs.resume import what_it_has
+from memascend.runs.live import MANIFEST, live_report, process_using
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +45,10 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         report, notices = live_report(paths, process)
     state, snapshots = report.pop("state"), report.pop("snapshots")
     # A run that updated in place and was killed leaves nothing but checkpoints.
-    record = parse_record(state, paths) if state is not None else None
+    record = parse_outline(state, paths) if state is not None else None
     report["notices"] = notices + notices_of([volume["path"] for volume in report["volumes"]])
     report["checkpoints"] = [
-        {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_record(text, paths)["steps"]}
+        {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_outline(text, paths)["steps"]}
         for tag, generation, nbytes, text in snapshots
     ]
     if record is None:
@@ -59,7 +57,7 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     report["steps"] = record["steps"]
     report["model"] = record["model"]["class"]
     report["parameters"] = sum(
-        torch.Size(shape).numel()
+        math.prod(shape)
         for unit in record["units"]
         for tensor in unit["tensors"]
         for _, shape, _, _ in tensor["parameters"]
@@ -71,6 +69,27 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         for volume in report["volumes"]:
             volume["endurance_used"] = volume["life_bytes_written"] / (tbw * 1e12)
     return report
+
+
+def holds_store(path: Path) -> bool:
+    """Whether a directory or device is one of a store."""
+    return path.is_block_device() or (path / MANIFEST).exists()
+
+
+def last_record(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the outline of the last durable step's record in a store, also of one that a run is using.
+
+    Raises StoreError where there is none.
+    """
+    try:
+        with closing(KeptStore(list(paths))) as store:
+            state = store.state
+    except StoreError as error:
+        process = _user_of_store(error)
+        if process is None:
+            raise
+        state = live_report(paths, process)[0]["state"]
+    return parse_outline(state, paths)
 
 
 def _step_bytes(record: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from memascend import optim
 from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
 from memascend.common.html import table
 from memascend.common.sizes import AUTO
+from memascend.durable.outline import what_it_has
 from memascend.durable.record import parse_record, restore_random_states, understanding
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.hugging_face import materialise
@@ -36,7 +37,7 @@ from memascend.ranks.membership import refuse_share
 from memascend.runs.common_step import go_to_common_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memascend.layout.units import Unit
     from memascend.offloading.computing import Computing
@@ -324,13 +325,6 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
             f"checkpoints --restore) one of {', '.join(records)}"
         )
     return parse_record(text, paths)
-
-
-def what_it_has(kept_store: KeptStore, paths: Sequence[Any]) -> str:
-    """Name the last durable step of an open store, or its checkpoints where there is none."""
-    if kept_store.state is None:
-        return f"checkpoints alone ({', '.join(tag for tag, _, _, _ in kept_store.snapshots())})"
-    return f"step {parse_record(kept_store.state, paths)['steps']}"
 
 
 def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, ranks: Ranks | None) -> list[Unit]:

@@ -7,7 +7,7 @@ order (`order`), tokenised piece by piece into a second file (`marked`, `sequenc
 
 from memascend.command.data.blocks import Blocks
 from memascend.command.data.documents import Documents
-from memascend.command.data.order import parse_held_out, shuffled, split
+from memascend.command.data.order import shuffled, split
 from memascend.command.data.pieces import PIECE_BYTES
 from memascend.command.data.tokens import (
     BYTE_VOCABULARY,
@@ -28,7 +28,6 @@ __all__ = [
     "Documents",
     "Tokenizer",
     "load_tokenizer",
-    "parse_held_out",
     "shuffled",
     "split",
 ]

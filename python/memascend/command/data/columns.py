@@ -45,7 +45,7 @@ def rows(path: Path, fields: Sequence[str]) -> Iterator[bytes]:
                 return
             for first in range(0, present.num_rows, ROWS_AT_ONCE):
                 for row in present.slice(first, ROWS_AT_ONCE).to_pylist():
-                    yield json.dumps({name: _plain(value) for name, value in row.items()}, default=str).encode()
+                    yield json.dumps({name: plain(value) for name, value in row.items()}, default=str).encode()
                     number += 1
     except UnicodeDecodeError as error:
         raise DataError(
@@ -74,13 +74,13 @@ def _saved(folder: Path) -> Iterator[Any]:
             yield from pyarrow.ipc.open_stream(source)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as JSON has it: bytes as text, and no fields without a value.
 
     A column has every field that any row has, also within messages; text is often a column of bytes.
     """
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+        return {name: plain(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, bytes):
         return value.decode()
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+    return [plain(inner) for inner in value] if isinstance(value, list) else value

@@ -15,8 +15,10 @@ from typing import BinaryIO
 from memascend.command.data.columns import SPLITS, is_saved_dataset, rows, splits_of
 from memascend.command.data.copies import Copies
 from memascend.command.data.files import LINES, File, Format, NotText, not_utf8, open_file
+from memascend.command.data.hub import HubData
 from memascend.command.data.index import LINE, RECORD, ROW, TEXT, Index, Place
 from memascend.command.data.json_arrays import objects
+from memascend.command.data.order import shuffled
 from memascend.command.data.pieces import NotUtf8, decoded_pieces
 from memascend.command.data.records import (
     FIELDS,
@@ -55,10 +57,12 @@ class Documents:
         scratch: Path,
         text_field: str = "text",
         as_text: bool = False,
+        weights: Sequence[float] = (),
     ) -> None:
         """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index.
 
-        `as_text` takes every file as the text that it is, whatever that is written in.
+        `as_text` takes every file as the text that it is, whatever that is written in. With `weights`, one for each of
+        `paths`, the documents of a path are there so many times, where the least weight stands for once.
         """
         self.text_field, self._as_text = text_field, as_text
         #: Files of directories that hold no text.
@@ -73,8 +77,11 @@ class Documents:
         self._copies = Copies(scratch)
         self._index = Index(scratch)
         try:
-            for path in paths:
+            for number, path in enumerate(paths):
+                begin = len(self)
                 self._add(Path(path))
+                if weights:
+                    self._repeat(begin, weights[number] / min(weights))
             if not len(self):
                 where = ", ".join(str(p) for p in paths)
                 skipped = "".join(f"; {line}" for line in self.skipped.lines())
@@ -119,12 +126,22 @@ class Documents:
         except ValueError as error:
             raise _changed(path) from error
 
+    def _repeat(self, begin: int, times: float) -> None:
+        """Have the documents from number `begin` on so many `times`: of a part of a time, some of them."""
+        count = len(self) - begin
+        self._index.flush()
+        for position in range(count, round(times * count)):
+            turn, place = divmod(position, count)
+            self._index.append(self._index.place(begin + shuffled(place, count, f"weights/{turn}")))
+
     # ---- which files there are -----------------------------------------------------------------------------
 
     def _add(self, path: Path) -> None:
         try:
             mode = path.stat().st_mode
         except OSError as error:
+            if not path.exists() and (source := HubData.of(str(path))) is not None:
+                return self._add_hub(path, source)
             raise DataError(f"--data {path}: {error.strerror}") from error
         if stat.S_ISREG(mode):
             self._add_file(path, named=True)
@@ -142,6 +159,10 @@ class Documents:
                         self._add_file(file, named=False)
         else:
             raise DataError(f"--data {path} is neither a file nor a directory")
+
+    def _add_hub(self, path: Path, source: HubData) -> None:
+        """Index a data set of the hub, whose rows are put on disk."""
+        self._add_copied(path, ROW, enumerate(source.rows(self._fields), start=1), surely=True)
 
     def _add_dataset(self, folder: Path, *, named: bool) -> bool:
         """Index a directory that `datasets` has saved; return whether it is one."""

@@ -6,7 +6,6 @@ Orders are computed and not stored.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 from memascend.errors import DataError
 
@@ -23,20 +22,6 @@ def shuffled(index: int, count: int, key: str) -> int:
         index = left << half_bits | right
         if index < count:
             return index
-
-
-def parse_held_out(text: str) -> float | Path:
-    """Return what is to be held out: a fraction, from a number between 0 and 1, or else a path.
-
-    Raises ValueError for a number that is no such fraction.
-    """
-    try:
-        fraction = float(text)
-    except ValueError:
-        return Path(text)
-    if not 0 < fraction < 1:
-        raise ValueError(f"{text} is no fraction between 0 and 1; write a file of that name as ./{text}")
-    return fraction
 
 
 def split(documents: int, fraction: float) -> tuple[range, range]:

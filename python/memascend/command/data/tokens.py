@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
 
+    def shown(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with those that have a meaning of their own."""
+
 
 class ByteTokenizer:
     """One token per UTF-8 byte, for a model that brings no tokenizer."""
@@ -47,6 +51,14 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids that are bytes; others are dropped."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """The text of the ids; those that are no bytes have names."""
+        names = {END_OF_DOCUMENT: "<end>", PADDING: "<pad>"}
+        parts = groupby(ids, key=lambda token: token if token in names else None)
+        return "".join(
+            self.decode(list(part)) if name is None else names[name] * len(list(part)) for name, part in parts
+        )
 
 
 class HuggingFaceTokenizer:
@@ -69,6 +81,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """Text with special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def load_tokenizer(

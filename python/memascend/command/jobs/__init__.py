@@ -1,0 +1,1 @@
+"""What each subcommand of `memascend` does: a module imports no more than its commands need."""

@@ -1,0 +1,181 @@
+"""`memascend finetune` and `demo`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memascend.command import launched
+from memascend.command.ended import finished_steps
+from memascend.command.exits import BAD_INPUT, SIGNALLED, tell
+from memascend.command.hub import model_directory
+from memascend.command.screen import quiet_libraries, show_plans
+from memascend.command.settings import Result, Settings
+from memascend.common.sizes import format_size
+from memascend.errors import DeviceError
+from memascend.offloading.computing import Computing
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+#: The learning rate of adapters, which start at zero.
+ADAPTER_RATE = 2e-4
+
+
+def finetune(chosen: argparse.Namespace) -> int:
+    """Fine-tune a model."""
+    values = {name: value for name, value in vars(chosen).items() if name not in ("command", "options")}
+    if values["lr"] is None:
+        values["lr"] = ADAPTER_RATE if values["lora_rank"] else Settings.lr
+    if values["tbw_share"] is not None and values["tbw"] is None:
+        tell("error: --tbw-share is of the endurance that --tbw gives: give that too")
+        return BAD_INPUT
+    if values["tbw_share"] is None:
+        values["tbw_share"] = Settings.tbw_share
+    values["report_to"] = values["report_to"] or ()
+    values["evaluation"] = values["evaluation"] or ()
+    if len(values["evaluation"]) == 1 and isinstance(values["evaluation"][0], float):
+        values["evaluation"] = values["evaluation"][0]
+    sample = values.pop("sample")
+    values["recompute"] = not values.pop("no_recompute")
+    values["master"] = not values.pop("no_master")
+    values["packing"] = not values.pop("no_packing")
+    if values["save_every"] and not values["lora_rank"] and values["durability"] == "auto":
+        values["durability"] = "step"  # Refused before the run where there is no room, not at the first checkpoint.
+    settings = Settings(**values, processes=launched.processes())
+    if not launched.is_first():  # The first one writes for all.
+        settings = replace(settings, metrics=None, report_to=())
+    problem = launched.conflict(settings) or _conflict(settings)
+    if problem is not None:
+        tell(f"error: {problem}")
+        return BAD_INPUT
+    quiet_libraries()
+    show_plans()
+    if (steps := finished_steps(settings)) is not None:
+        if launched.is_first():
+            print(f"the run has finished: {settings.out} holds the model after {steps} steps")
+        return 0
+    settings = replace(settings, model_dir=model_directory(settings.model_dir))
+    from memascend.command.finetune import finetune as train  # Imports transformers' Trainer.
+
+    watch = None
+    if sample is not None:
+        from memascend.command.samples import Samples
+
+        watch = Samples(sample, settings)
+    with launched.together():
+        result = train(settings, watch)
+    print(_summary(settings, result))
+    if settings.keeps_out:
+        out = shlex.quote(str(settings.out))
+        print(f"talk with it: memascend chat {out}")
+        print(f"or have it answer a file: memascend generate {out} --prompts FILE")
+    if settings.store and settings.leaves_store:
+        print(f"kept the store in {', '.join(map(str, settings.store))}")
+    if result.signal_number is not None:
+        tell(f"interrupted: {settings.out} holds the model after step {result.steps}")
+        return SIGNALLED + result.signal_number
+    return 0
+
+
+def _conflict(settings: Settings) -> str | None:
+    """The reason why the options cannot be used together, or None."""
+    if settings.change and not settings.resume:
+        return "--change is of a run that goes on: give --resume too"
+    if settings.replace_store and (settings.resume or settings.in_memory):
+        return "--replace-store deletes the run in the store and begins anew: leave out --resume and --in-memory"
+    if settings.keep_last and not settings.save_every:
+        return "--keep-last is of the checkpoints of --save-every: give that too"
+    if settings.eval_steps and not settings.evaluation:
+        return "--eval-steps is of the evaluations of --eval: give that too"
+    if not isinstance(settings.evaluation, float) and any(isinstance(one, float) for one in settings.evaluation):
+        return "--eval takes one fraction or files: write a file whose name is a number as ./0.1"
+    if settings.weights and len(settings.weights) != len(settings.data):
+        return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
+    if settings.weights and isinstance(settings.evaluation, float):
+        return "--weights has documents twice, of which a fraction would hold out one: give --eval files"
+    if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
+        return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
+    if settings.lora_rank and any(path.is_block_device() for path in settings.store):
+        return "adapters are kept in files: with --lora-rank, --store takes directories"
+    if settings.update == "backward" and (problem := _conflict_of_updates(settings)):
+        return f"--update backward applies gradients as they are made: {problem}"
+    if settings.dequantize and settings.in_memory:
+        return "--dequantize reads the weights into a store: leave it out, or --in-memory"
+    if inside := next((path for path in settings.store if _is_within(path, settings.out)), None):
+        return f"--store {inside} makes --out {settings.out}, which the model is written to at the end: give another"
+    if settings.save_every and (settings.in_memory or settings.durability == "none"):
+        return "--save-every keeps durable steps of a store: leave out --in-memory and --durability none"
+    if not settings.in_memory:
+        needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
+        missing = [flag for flag, value in needed if not value]
+        if missing:
+            return f"{' and '.join(missing)} needed (or --in-memory, for a model that fits)"
+        try:
+            Computing.of(settings.offload_options)
+        except ValueError as error:  # options that do not go together
+            return str(error)
+        except DeviceError as error:
+            return f"--device {settings.device} cannot be used here: leave it out to compute on the CPU ({error})"
+        return None
+    if settings.store or settings.host_memory:
+        return "--in-memory uses no store and no budget: leave out --store and --host-memory"
+    if settings.resume:
+        return "--resume goes on with the run in a store: without --store there is none"
+    if settings.device_memory or settings.activations:
+        return "--device-memory and --activations are of a model in a store: leave them out with --in-memory"
+    return None
+
+
+def _conflict_of_updates(settings: Settings) -> str | None:
+    """What updates in the backward pass cannot be used together with, or None."""
+    for refused, instead in (
+        (settings.max_grad_norm, "give --max-grad-norm 0, since they cannot be clipped"),
+        (settings.grad_accum > 1, "give --grad-accum 1, and a larger --batch-size with --micro-batch-size"),
+        (settings.on_nan == "skip", "leave out --on-nan skip, since a step cannot be left out"),
+        (settings.lora_rank, "adapters are in memory: leave it out with --lora-rank"),
+        (settings.in_memory, "a model in memory is updated by the step: leave it out with --in-memory"),
+    ):
+        if refused:
+            return instead
+    return None
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    """Whether a directory is `folder`, or a folder in it."""
+    return not path.is_block_device() and path.absolute().is_relative_to(folder.absolute())
+
+
+def _summary(settings: Settings, result: Result) -> str:
+    """One line on a run that has ended."""
+    steps = f"{result.steps} of {result.steps_planned} steps"
+    if result.steps_skipped:
+        steps += f", {result.steps_skipped} of them skipped"
+    best = result.evaluations[1:]
+    if best and result.signal_number is None:
+        steps += f", the best after step {best[0]['step']} (loss {best[0]['loss']:.4f} on held-out data)"
+    return (
+        f"wrote {settings.out}: {steps}, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}, "
+        f"{result.seconds:.1f} s, peak host memory {format_size(result.peak_above_baseline_bytes)} "
+        f"above {format_size(result.baseline_rss_bytes)} of imports"
+    )
+
+
+def demo(chosen: argparse.Namespace) -> int:
+    """Fine-tune a small model that is brought along."""
+    from memascend.command.demo import demo as show  # Imports transformers' Trainer, which other commands do not need.
+
+    quiet_libraries()
+    show_plans()
+    return show(
+        from_scratch=chosen.random,
+        host_memory=chosen.host_memory,
+        dtype=chosen.dtype,
+        steps=chosen.steps,
+        seq_len=chosen.seq_len,
+        store=chosen.store,
+        out=chosen.out,
+        compare=not chosen.no_compare,
+    )

@@ -1,0 +1,69 @@
+"""What would have a run fit that does not: the first of a few changes, each by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memascend.common.sizes import format_size
+from memascend.forecast.traffic import projection_bytes
+from memascend.forecast.whole import Whole, pytorch_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import torch
+
+    from memascend.forecast.traffic import Work
+    from memascend.layout.units import Unit
+
+_MIB = 1 << 20
+#: Shorter sequences are not proposed.
+_TOKENS_MIN = 128
+
+
+def fitting_change(
+    whole: Whole,
+    smallest: int,
+    units: Sequence[Unit],
+    config: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    work: Work,
+) -> str | None:
+    """Return the options with which a run on the CPU fits whose host memory is `whole`, or None where none does.
+
+    `smallest` is what the least budget plans, in bytes.
+    """
+    spare = max(0, whole.held - smallest)
+    if spare and whole.total - spare <= whole.available:
+        mib = (whole.held - (whole.total - whole.available)) // _MIB
+        return f"--host-memory {max(mib, -(-smallest // _MIB))}MiB"
+    for change, changed in _smaller(work):
+        estimates = pytorch_memory(config, directory, dtype, changed, projections=projection_bytes(units, changed))
+        if estimates is not None and whole.total - spare - (whole.pytorch or 0) + estimates["estimated_bytes"] <= (
+            whole.available
+        ):
+            budget = f" --host-memory {-(-smallest // _MIB)}MiB" if spare else ""
+            return f"{change}{budget} (PyTorch then takes about {format_size(estimates['estimated_bytes'])})"
+    return None
+
+
+def _smaller(work: Work) -> Iterator[tuple[str, Work]]:
+    """Yield options of a step that takes less memory at once, the ones that cost least first."""
+    if work.layer_tokens > work.seq_len:
+        yield "--micro-batch-size 1", replace(work, micro_batch_size=1)
+    rows = work.batch_size
+    if rows > 1:
+        passes = work.grad_accum * rows
+        yield (
+            f"--batch-size 1 --grad-accum {passes}",
+            replace(work, batch_size=1, grad_accum=passes, micro_batch_size=None),
+        )
+    tokens = work.seq_len // 2
+    while tokens >= _TOKENS_MIN:
+        changed = replace(work, batch_size=1, grad_accum=work.grad_accum * rows, seq_len=tokens, micro_batch_size=None)
+        batch = f"--batch-size 1 --grad-accum {changed.grad_accum} " if rows > 1 else ""
+        yield f"{batch}--seq-len {tokens}", changed
+        tokens //= 2

@@ -1,0 +1,99 @@
+"""A forecast in three lines: whether the run fits, how long a step takes here, and what the whole run takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memascend.common.sizes import format_decimal, format_size
+from memascend.forecast.endurance import USUAL_RATING_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Changes that are named.
+LEVERS = 3
+
+
+def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
+    """Return the lines on what `forecast` returned; `free_bytes` are those of the drives that will have the store."""
+    lines = [_fit(prediction, free_bytes), _step(prediction), _run(prediction)]
+    room = prediction["whole"]["available_bytes"]
+    possible = [lever for lever in prediction["endurance"]["savings"] if (lever["budget_bytes"] or 0) <= room]
+    if possible:
+        lines.append("largest levers, by the share of the bytes a token that they do not write:")
+        lines += [f"  {lever['saved']:.0%}  {lever['change']}" for lever in possible[:LEVERS]]
+    return lines
+
+
+def _fit(prediction: Mapping[str, Any], free_bytes: int | None) -> str:
+    whole, space = prediction["whole"], prediction["ssd_space"]
+    taken = f"{format_size(whole['total_bytes'])} of {format_size(whole['available_bytes'])} host memory"
+    if whole["pytorch_bytes"] is None:
+        taken += " (without PyTorch's, which is not known)"
+    if "gpu" in prediction:
+        gpu = prediction["gpu"]
+        held = gpu["device_memory"]["total_bytes"]
+        taken += f", {format_size(held)} of {format_size(gpu['memory_bytes'])} device memory"
+    total = space["total_bytes"]
+    taken += f", {format_size(total)} of SSD" + ("" if free_bytes is None else f" ({format_size(free_bytes)} free)")
+    if not whole["fits"]:
+        change = prediction.get("fits_with") or "a machine with more memory, or a smaller model"
+        return f"does not fit: {taken}. It would with {change}"
+    if free_bytes is None or total <= free_bytes:
+        return f"fits: {taken}"
+    in_place = total - space["second_slot_bytes"] - space["kept_bytes"]
+    if in_place <= free_bytes and not space["kept_bytes"]:
+        return f"fits without durable steps (--durability none): {taken}"
+    return f"does not fit: {taken}. What would take less: --states 8bit, --durability none, --lora-rank 16"
+
+
+def _seconds(step: Mapping[str, Any]) -> str:
+    least, most = step["floor_seconds"], step["sum_seconds"]
+    return f"{_rounded(least)} s" if most < 1.05 * least else f"{_rounded(least)} to {_rounded(most)} s"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _step(prediction: Mapping[str, Any]) -> str:
+    moved = prediction["ssd_traffic"]
+    tokens = moved["seq_len"] * moved["batch_size"] * moved["grad_accum"]
+    if "gpu" in prediction:
+        step, where = prediction["gpu"]["step"], "with this GPU"
+    elif "step" in prediction:
+        step = prediction["step"]
+        where = "without computing" if "network" in prediction else "on this machine's processor"
+    else:
+        why = "give --network for its time" if "network" in prediction else "its time is not known for this model"
+        return f"a step of {tokens:,} tokens: {why}"
+    low, high = (tokens / step[f"{name}_seconds"] for name in ("sum", "floor"))
+    rate = f"{_rounded(high)} tokens/s" if high < 1.05 * low else f"{_rounded(low)} to {_rounded(high)} tokens/s"
+    text = f"a step of {tokens:,} tokens: {_seconds(step)} {where}, {rate}; bound by {step['bound_by']}"
+    if not any(resource["resource"] == "ssd" for resource in step["resources"]):
+        text += "; drives not counted (`memascend bench DIR` measures them, --store DIR names them)"
+    return text
+
+
+def _run(prediction: Mapping[str, Any]) -> str:
+    endurance, data = prediction["endurance"], prediction.get("data")
+    steps = endurance["steps"]
+    what = f"{steps:,} steps"
+    if data is not None:
+        what = f"your data, {data['about']}{data['tokens']:,} tokens: {what}"
+    step = prediction["gpu"]["step"] if "gpu" in prediction else prediction.get("step")
+    hours = "" if step is None else f"{_hours(steps * step['floor_seconds'], steps * step['sum_seconds'])}, "
+    text = f"{what}: {hours}{format_decimal(endurance['total_bytes'])} written"
+    if endurance["rating_used"] is not None:
+        return f"{text}, {endurance['rating_used']:.2%} of its rated {format_decimal(endurance['rated_bytes'])}"
+    usual = (
+        f"{endurance['total_bytes'] / USUAL_RATING_BYTES:.2%} of a drive rated for {format_decimal(USUAL_RATING_BYTES)}"
+    )
+    text += f", {usual} (--tbw TB: of yours)"
+    return text if data is not None or endurance["steps_given"] else f"{text}; --data PATH counts your data"
+
+
+def _hours(least: float, most: float) -> str:
+    unit, size = ("h", 3600) if most >= 3600 else ("min", 60)
+    low, high = least / size, most / size
+    return f"{_rounded(low)} {unit}" if most < 1.05 * least else f"{_rounded(low)} to {_rounded(high)} {unit}"
