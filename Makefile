@@ -13,8 +13,7 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE TH
            -o -name '*.typed' -o -name '*.cu' \))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# What is imported is compiled then; most modules of what is installed are not.
-PIP := $(BIN)/python -m pip install --quiet --no-input --no-compile
+PIP := $(BIN)/python -m pip install --quiet --no-input
 RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
