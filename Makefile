@@ -13,7 +13,8 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE TH
            -o -name '*.typed' -o -name '*.cu' \))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-PIP := $(BIN)/python -m pip install --quiet --no-input
+# One at a time: several targets that make runs at once install into the same environment.
+PIP := flock $(VENV)/pip.lock $(BIN)/python -m pip install --quiet --no-input
 RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
