@@ -65,7 +65,7 @@ run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked $(RUST_TES
 
 test-rust: ## run the tests of the Rust crates
 	$(call run-cargo)
-	$(if $(NEXTEST),cargo test --profile checked $(RUST_TESTS) --quiet --doc)
+	$(if $(NEXTEST),MAKEFLAGS= cargo test --profile checked $(RUST_TESTS) --quiet --doc)
 
 loom: ## try the orders of threads that the pool allows, on loom's models
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
