@@ -101,6 +101,14 @@ def test_on_a_device(on_device: Offload, fake: Fake) -> None:
     assert_same(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_norm_that_is_compiled_runs_on_tiles(offloaded: Offload) -> None:
+    expected = train(memascend.run_in_tiles(build("llama"), TILE), "llama")
+    model = offloaded(build("llama"), tile_tokens=TILE)
+    model.get_submodule("model.norm").compile(backend="eager")
+    assert_same(train(model, "llama"), expected)
+
+
 def test_autocast_converts_weights_for_each_tile(offloaded: Offload) -> None:
     def autocast() -> Any:
         return torch.autocast("cpu", dtype=torch.bfloat16)
