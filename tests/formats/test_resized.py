@@ -80,6 +80,26 @@ def test_a_resized_model_trains_resumes_and_is_exported(tmp_path: Path, kind: st
     tiny.assert_same_weights(dict(again.named_parameters()), dict(expected.named_parameters()))
 
 
+@pytest.mark.parametrize("rows", [ROWS - 4, ROWS + 4])
+def test_a_buffer_with_a_value_for_each_token(tmp_path: Path, rows: int) -> None:
+    config = transformers.BartConfig(
+        **{f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+        **{"vocab_size": ROWS, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.BartForConditionalGeneration(config)
+    model.final_logits_bias.normal_()
+    folder = tmp_path / "bart"
+    model.save_pretrained(folder)
+    expected = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(3)
+    expected.resize_token_embeddings(rows)
+    model = opened(folder, rows, "float32")
+    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
+    assert torch.equal(model.final_logits_bias, expected.final_logits_bias)
+    memascend.close(model)
+
+
 def test_fewer_rows(tmp_path: Path) -> None:
     folder = saved(tmp_path / "untied", "untied")
     expected = loaded(folder, "bfloat16")

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import bits
@@ -98,6 +99,14 @@ def test_on_a_device(on_device: Offload, fake: Fake) -> None:
     with Accesses(fake):
         actual = train(model, "llama")
     assert_same(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_norm_that_is_compiled_runs_on_tiles(offloaded: Offload) -> None:
+    expected = train(memascend.run_in_tiles(build("llama"), TILE), "llama")
+    model = offloaded(build("llama"), tile_tokens=TILE)
+    model.get_submodule("model.norm").compile(backend="eager")
+    assert_same(train(model, "llama"), expected)
 
 
 def test_autocast_converts_weights_for_each_tile(offloaded: Offload) -> None:
@@ -342,6 +351,62 @@ class Summing(Part):
         return super().forward(x).sum((0, 1)) + 0 * x
 
 
+class OverRows(Part):
+    """Sequences meet, at each position."""
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.5 * x.mean(0, keepdim=True)
+
+
+class Awaking(Shifting):
+    """Tokens meet once a weight is no longer zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.zeros(256))
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix * (super().between(x) - x)
+
+
+class Closed(Shifting):
+    """As models begin whose layers are identities at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+
+class CentredInTraining(Centred):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return super().between(x) if self.training else x
+
+
+class CountingInTraining(Counting):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return super().between(x) if self.training else x
+
+
+class Crowded(Part):
+    """Experts take no more than two thirds of the tokens, which is enough for random ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x[..., :1] > x[..., 1:2]
+        places = [chosen.flatten().cumsum(0).view_as(chosen) for chosen in (first, ~first)]
+        return super().forward(x) * (torch.where(first, *places) <= 180)
+
+
+class DropPath(nn.Module):
+    pass
+
+
+class Stochastic(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = DropPath()
+
+
 class Residual(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -366,6 +431,13 @@ class Residual(nn.Module):
         (Writing, "changes an input in place"),
         (Lending, "trained weights that are not its own"),
         (Summing, "depends on other tokens"),
+        (OverRows, "depends on other tokens"),
+        (Awaking, "the gradients of what it returns for a token depend on other tokens"),
+        (Closed, "the gradients of what it returns for a token depend on other tokens"),
+        (CentredInTraining, "depends on other tokens"),
+        (CountingInTraining, r"keeps something of each call \(last\)"),
+        (Crowded, "depends on other tokens"),
+        (Stochastic, "its DropPath drops whole sequences"),
     ],
 )
 def test_parts_that_need_the_whole_sequence_get_it(offloaded: Offload, part: Callable[[], nn.Module], why: str) -> None:
@@ -383,14 +455,124 @@ def test_parts_that_need_the_whole_sequence_get_it(offloaded: Offload, part: Cal
     assert re.search(why, notice)
 
 
-def test_a_part_that_writes_to_its_input_in_training_alone_is_refused(offloaded: Offload) -> None:
+def test_a_part_that_writes_to_its_input_at_times_is_refused(offloaded: Offload) -> None:
     class Jittered(Part):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.mul_(0.5) if self.training else x)
+            return super().forward(x.mul_(0.5) if x.abs().max() > 50 else x)
 
     model = offloaded(Layers(Residual(Jittered()), Residual(Jittered())), tile_tokens=30)
     with pytest.raises(memascend.MemascendError, match=r"Jittered changes what it is given in place.*tile_tokens"):
-        model(torch.randn(2, 150, 64))
+        model(torch.randn(2, 150, 64) * 100)
+
+
+def test_parts_of_one_class_may_differ(offloaded: Offload) -> None:
+    class Perhaps(Shifting):
+        def __init__(self, shifts: bool) -> None:
+            super().__init__()
+            self.shifts = shifts
+
+        def between(self, x: torch.Tensor) -> torch.Tensor:
+            return super().between(x) if self.shifts else x
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Layers(Residual(Perhaps(False)), Residual(Perhaps(True)))
+
+    x = torch.randn(2, 150, 64, generator=torch.Generator().manual_seed(3))
+    whole, in_memory, model = made(), memascend.run_in_tiles(made(), 30), offloaded(made(), tile_tokens=30)
+    for each in (whole, in_memory, model):
+        each(x).backward()
+    gradients = [dict(tiny.gradients_of(each)) for each in (whole, in_memory, model)]
+    assert bits.difference(gradients[2], gradients[1]) is None
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+class Conditioned(Part):
+    """Computes with what its layer has computed for it."""
+
+    scale: torch.Tensor
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Conditioning(nn.Module):
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.gain, self.part = nn.Parameter(torch.ones(256), requires_grad=trained), Conditioned()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.scale = self.gain * 2
+        return x + self.part(x)
+
+
+@pytest.mark.parametrize("where", ["in memory", "on SSD"])
+@pytest.mark.parametrize("frozen", ["nothing", "the part", "the gain at first"])
+def test_what_gets_a_gradient_later_is_not_left_out(offloaded: Offload, where: str, frozen: str) -> None:
+    """A part is tried where nothing wants gradients: in evaluation, or before a weight is trained."""
+    model = Layers(Conditioning(frozen != "the gain at first"), Conditioning(frozen != "the gain at first"))
+    if frozen == "the part":
+        for layer in model.layers:
+            layer.part.requires_grad_(False)
+    model = memascend.run_in_tiles(model, 30) if where == "in memory" else offloaded(model, tile_tokens=30)
+    x = torch.randn(2, 150, 64)
+    with torch.no_grad():
+        model(x)
+    model.get_parameter("layers.0.gain").requires_grad_(True)
+    with pytest.raises(memascend.MemascendError, match=r"Conditioned computes with trained weights .*tile_tokens"):
+        model(x).backward()
+
+
+def test_numbers_and_complex_outputs_that_no_tile_gives(offloaded: Offload) -> None:
+    class Numbering(Part):
+        """Counts the tokens before each."""
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            wide = super().forward(x)
+            return wide, (wide[..., :1] > 0).flatten().cumsum(0).view(*wide.shape[:2], 1)
+
+    class Turning(Part):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            wide = super().forward(x)
+            return wide, torch.complex(wide[..., :1], wide[..., 1:2])
+
+    class Layer(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide, others = self.part(x)
+            return x + wide * (others.abs() if others.is_complex() else others / 100)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Layers(Layer(Numbering()), Layer(Turning()))
+
+    x = torch.randn(2, 150, 64, generator=torch.Generator().manual_seed(3))
+    whole, model = made(), offloaded(made(), tile_tokens=30)
+    for each in (whole, model):
+        each(x).backward()
+    assert bits.difference(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(whole))) is None
+
+
+def test_a_thread_inside_a_part_leaves_others_their_tiles() -> None:
+    """Threads may share a model in memory."""
+    model = memascend.run_in_tiles(Layers(Residual(Part()), Residual(Part())), 30)
+    x = torch.randn(1, 90, 64)
+    model(x)
+    rows: list[int] = []
+
+    def other(*_: Any) -> None:
+        handle.remove()
+        model.layers[1].part.up.register_forward_hook(lambda _, args, __: rows.append(args[0].shape[1]))
+        thread = threading.Thread(target=model.layers[1], args=(x,))
+        thread.start()
+        thread.join()
+
+    handle = model.layers[0].part.up.register_forward_hook(other)
+    model.layers[0](x)
+    assert rows == [30, 30, 30]
 
 
 def test_a_trial_leaves_nothing_behind(offloaded: Offload) -> None:

@@ -83,6 +83,7 @@ class Sources:
         self._begun: dict[str, torch.Tensor] = {}
         if begins_heads:
             self._begun = initial_values(model, [name for name in self._missing() if is_of_head(model, name)])
+        self._buffers_read = False
         self._check()
         self._find_gathered()
 
@@ -103,6 +104,7 @@ class Sources:
                     f"{name} is made of several tensors in {self.files.directory}, and is not resized while it is read"
                 )
 
+        self.read_buffers()  # Some have a value for each token, and are resized too.
         self._begun |= resize(self.model, rows, read)
         self._aliases = _aliases_of(self.model)
 
@@ -336,7 +338,10 @@ class Sources:
         return tensor
 
     def read_buffers(self) -> None:
-        """Fill the model's persistent buffers that the checkpoint has."""
+        """Fill the model's persistent buffers that the checkpoint has, once."""
+        if self._buffers_read:
+            return
+        self._buffers_read = True
         for prefix, module in self.model.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 key = self._plain.get(name)

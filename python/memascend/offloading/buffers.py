@@ -132,14 +132,14 @@ class Recorded:
 class BufferState:
     """What the modules of a unit held when it was called: registered buffers, and tensors that are plain attributes."""
 
-    def __init__(self, module: nn.Module, copies: BufferCopies) -> None:
-        """Record what the modules of `module` hold now."""
+    def __init__(self, module: nn.Module, copies: BufferCopies, *, within_checkpoint: bool = False) -> None:
+        """Record what the modules of `module` hold now, also `within_checkpoint`s, which else restore nothing."""
         self.module = module
         #: Generators that are attributes of the modules.
         self.generators: list[torch.Generator] = []
         #: PyTorch's checkpointing, in whose place the recomputation is, restores nothing, and so
         #: writes buffers twice.
-        self.checkpointed = _is_checkpointed(module)
+        self.checkpointed = not within_checkpoint and _is_checkpointed(module)
         self._modules = [] if self.checkpointed else list(module.modules())
         #: (where a module holds its buffers or attributes, a copy of that dictionary)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -158,6 +158,8 @@ class Hooks:
         #: (module, attribute, what its `__dict__` held before, or None), in the order of
         #: replacement.
         self._originals: list[tuple[nn.Module, str, Any]] = []
+        #: Those of them by which parts of layers, and norms, run on tiles.
+        self._tiled: dict[nn.Module, tuple[nn.Module, str, Any]] = {}
         #: The units that a use fetches. A table stays a stand-in, for functions that read its blocks.
         self._owners: dict[nn.Parameter, Unit] = {
             place.parameter: unit for unit in session.units if not unit.is_table for place in unit.places
@@ -221,6 +223,7 @@ class Hooks:
         """Give the model back every attribute that was replaced."""
         _restore(self._originals)
         self._originals.clear()
+        self._tiled.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -241,6 +244,7 @@ class Hooks:
         if (tiling := self.session.tiling) is not None:
             for part in tiling.parts(model, blocks):
                 self._replace(part, "forward", tiling.around(part, part.forward))
+                self._tiled[part] = self._originals[-1]
         for module in model.modules():
             if (saver := Hooks.saver_of(module)) is not None:
                 self._replace(module, "save_pretrained", saver)
@@ -315,10 +319,13 @@ class Hooks:
             mine = [
                 entry
                 for entry in self._originals
-                if entry[0] is module and entry[1] in ("forward", "_compiled_call_impl", "compile")
+                if entry[0] is module
+                and entry[1] in ("forward", "_compiled_call_impl", "compile")
+                and entry is not self._tiled.get(module)  # What is compiled runs on tiles all the same.
             ]
             _restore(mine)
-            self._originals = [entry for entry in self._originals if entry not in mine]
+            taken = {id(entry) for entry in mine}
+            self._originals = [entry for entry in self._originals if id(entry) not in taken]
             module.compile(*args, **kwargs)
             install()
             self._replace(module, "compile", compile_)

@@ -11,8 +11,10 @@ runs on the same tiles (`run_in_tiles`), and gives the same bits.
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from functools import wraps
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +33,7 @@ from memascend.offloading.native import warn_of
 from memascend.offloading.randomness import RandomState
 from memascend.offloading.slices import enclose, first_tensor, surround
 from memascend.offloading.tile_calls import TileCall, by_tokens, swapped, token_dims, tokens_of
-from memascend.offloading.tile_trial import TileTrial
+from memascend.offloading.tile_trial import TileTrial, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 
 #: Modules that keep no intermediate tensors, and what only holds others.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+#: What a module is set up with, as far as calls can be compared by it.
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
 
 
 class Tiling:
@@ -66,7 +71,9 @@ class Tiling:
         self._say, self._device, self._tries = say, device, tries
         #: What the first call of each kind has shown: how its outputs are joined, or why it runs on the whole sequence.
         self._tried: dict[Hashable, list[Join] | str] = {}
-        #: The same of the last call of a forward pass, whatever was collected then.
+        #: Which modules were training then.
+        self._training: dict[Hashable, tuple[bool, ...]] = {}
+        #: What was shown for the last call of a forward pass, whatever was collected then.
         self._latest: dict[Hashable, list[Join] | str] = {}
         self._kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         #: The class of the layer that each part of a layer is in.
@@ -76,7 +83,8 @@ class Tiling:
         self._whole: dict[str, dict[str, str] | None] = {}
         self._said: set[str] = set()
         self._copies = BufferCopies()
-        self._inside = False
+        #: The threads that are inside a part.
+        self._inside: set[int] = set()
         #: `_run`, which torch.compile does not trace.
         self.run = outside_of_graphs(self._run)
 
@@ -129,7 +137,7 @@ class Tiling:
             )
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._inside:  # A part of a part has its tile.
+        if threading.get_ident() in self._inside:  # A part of a part has its tile.
             return forward(*args, **kwargs)
         call = TileCall.of(args, kwargs)
         if call is None or call.tokens <= tile_of(self.tile_tokens, call.tokens):
@@ -168,18 +176,22 @@ class Tiling:
                 reasons[type(module).__name__] = why
 
     def _try(self, kind: Hashable, module: nn.Module, forward: Callable[..., Any], call: TileCall) -> list[Join] | str:
-        if kind not in self._tried:
+        training = tuple(inner.training for inner in module.modules())
+        before = self._training.get(kind)
+        # What was tried as it trains was tried as it evaluates, too.
+        if before is None or any(now and not then for now, then in zip(training, before, strict=True)):
             if torch.is_inference_mode_enabled() and self._tries:
                 return "it is first called in inference mode, in which it cannot be tried"
             trial = TileTrial(module, self.device_of(call.device), compares=self._tries)
             with self.inside():
                 self._tried[kind] = trial.of(forward, call)
+            self._training[kind] = training
         return self._tried[kind]
 
     def _kind(self, module: nn.Module) -> Hashable:
-        """Return what a part is made of: its classes, and its weights' shapes and dtypes."""
+        """Return what a part is made of: its classes with their settings, and its weights' shapes and dtypes."""
         if module not in self._kinds:
-            classes = tuple(type(inner) for inner in module.modules())
+            classes = tuple((type(inner), _settings(inner)) for inner in module.modules())
             weights = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
             self._kinds[module] = classes, weights
         trained = tuple(parameter.requires_grad for parameter in module.parameters())
@@ -188,11 +200,15 @@ class Tiling:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Have parts of parts run on what they are given."""
-        before, self._inside = self._inside, True
+        thread = threading.get_ident()
+        if thread in self._inside:
+            yield
+            return
+        self._inside.add(thread)
         try:
             yield
         finally:
-            self._inside = before
+            self._inside.discard(thread)
 
     def state_of(self, module: nn.Module) -> BufferState:
         """Record what the modules of a part hold now."""
@@ -203,6 +219,15 @@ class Tiling:
         if self._device is None and device.type == "cuda":
             self._device = open_device(device)
         return self._device
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Return the plain values and functions that are attributes of a module: parts of one class may differ by them."""
+    return tuple(
+        (name, type(value), value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, _SETTINGS) and not hasattr(nn.Module, name) and name != "training"
+    )
 
 
 def _has_matrices(parameters: Any) -> bool:
@@ -228,11 +253,13 @@ class _Tiles:
         """Return the outputs of all tiles, joined."""
         joined: list[torch.Tensor] = []
         versions = [version_of(tensor) for tensor in tensors]
-        with self._computing(), torch.no_grad():
+        # Without gradients, unless nothing that the part is known to compute with wants any.
+        with self._computing():
             flat = self._structure.flat(tensors)
             for begin, end in self._bounds:
                 tile = self._structure.tile(flat, begin, end)
                 leaves, self._outputs = self._structure.call(self._forward, tile)
+                self._check_own(leaves, ())
                 if not joined:
                     joined = [join.whole(leaf, tensors[0]) for join, leaf in zip(self._joins, leaves, strict=True)]
                 for join, whole, leaf in zip(self._joins, joined, leaves, strict=True):
@@ -270,6 +297,7 @@ class _Tiles:
                 tile = self._structure.tile(flat, begin, end, wanted_inputs)
                 with torch.enable_grad():
                     leaves, _ = self._structure.call(self._forward, tile)
+                self._check_own(leaves, [*tile, *aliases])
                 parts = self._gradients_of(leaves, gradients, (begin, end), [*tile, *aliases])
                 del leaves
                 for whole, part in zip(of_inputs, parts[: len(tile)], strict=True):
@@ -278,6 +306,15 @@ class _Tiles:
                     total.add(parts[len(tile) + index])
                     parts[len(tile) + index] = None
         return [*(whole.gradient for whole in of_inputs), *(total.take() for total in sums)]
+
+    def _check_own(self, leaves: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        """Raise MemascendError where tensors that gradients would reach are not among the part's `own`."""
+        if leaves_of(leaves) - {id(tensor) for tensor in own}:
+            raise MemascendError(
+                f"{type(self._module).__name__} computes with trained weights that are neither its own nor what it is "
+                "called with, and they would get no gradient where it runs on tiles of the sequence: leave tile_tokens "
+                "out"
+            )
 
     def _gradients_of(
         self,

@@ -29,7 +29,7 @@ Joins = list[bool]
 #: shapes take other kernels, which round otherwise.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 #: The part of the vectors that have to agree. A token near the border between two experts may go to the other one.
-_AGREEING = 0.75
+AGREEING = 0.75
 
 
 class _WritesError(Exception):
@@ -96,7 +96,7 @@ def undisturbed(module: nn.Module, device: ComputeDevice | None) -> Iterator[Non
             torch.no_grad(),
             eager,
             RandomState(device).restored(),
-            BufferState(module, BufferCopies()).restored(),
+            BufferState(module, BufferCopies(), within_checkpoint=True).restored(),
         ):
             yield
     finally:
@@ -128,14 +128,20 @@ def _joins_by_rows(both: Any, one: Any, other: Any) -> bool | None:
     return None
 
 
-def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether most vectors along the last dimension are the same but for roundings."""
+def tolerance_of(tensor: torch.Tensor) -> float:
+    """Return by how much an output vector may differ by roundings, relative to its length."""
+    tolerance = _TOLERANCES.get(tensor.dtype, 3e-2)
+    if torch.is_autocast_enabled(tensor.device.type):
+        tolerance = max(tolerance, _TOLERANCES[torch.bfloat16])
+    return tolerance
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor, share: float = AGREEING) -> bool:
+    """Whether a share of the vectors along the last dimension are the same but for roundings."""
     if not actual.is_floating_point():
         return actual.dtype == expected.dtype  # which experts, which rows: roundings may decide
-    tolerance = _TOLERANCES.get(actual.dtype, 3e-2)
-    if torch.is_autocast_enabled(actual.device.type):
-        tolerance = max(tolerance, _TOLERANCES[torch.bfloat16])
+    tolerance = tolerance_of(actual)
     vectors = [tensor.reshape(-1, tensor.shape[-1]).nan_to_num().double() for tensor in (actual, expected)]
     difference = torch.linalg.vector_norm(vectors[0] - vectors[1], dim=-1)
     agreeing = difference <= tolerance * torch.linalg.vector_norm(vectors[1], dim=-1)
-    return bool(agreeing.double().mean() >= _AGREEING)
+    return bool(agreeing.double().mean() >= share)
