@@ -125,9 +125,9 @@ class OffloadOptions:
     and not of the sequence, in the forward pass and in the backward pass, which computes a tile once more. "auto" is
     one in 32 of the tokens that a layer computes, rounded up to a power of two, and at least 1,024. The bits are those
     of `memascend.run_in_tiles` of the model in memory; the gradients of weights are added up over tiles in float32, and
-    differ from those without tiles by roundings. A part that does not work token by token, as its first call shows,
-    runs on the whole sequence; a notice names layers of which nothing runs on tiles. None is the whole sequence
-    everywhere."""
+    differ from those without tiles by roundings. A part that does not work token by token, as a trial with 256 tokens
+    shows, runs on the whole sequence; a notice names layers of which nothing runs on tiles. Tokens that meet only over
+    longer distances are not noticed. None is the whole sequence everywhere."""
     fused_loss: bool | Literal["auto"] = "auto"
     """Compute the loss in pieces, so that neither the head's weights nor the logits are ever whole
     (`memascend.linear_cross_entropy`, which says how results differ: roundings of float32). "auto" does so for a head
