@@ -211,6 +211,17 @@ def test_what_cannot_be_evaluated(
     assert not (room / "out").exists()
 
 
+def test_data_to_evaluate_on_is_looked_for_before_the_model_is_read(
+    model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    room = model_dir.parent
+    chosen = words_of(model_dir, room / "out", room / "store", data=room / "documents", eval="nowhere")
+    assert main.main(chosen) == main.BAD_INPUT
+    told = capfd.readouterr().err
+    assert "--eval nowhere: No such file" in told and "loading" not in told and "tokenising" not in told
+    assert not (room / "store").exists()
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
 def test_a_signal_ends_an_evaluation_which_is_taken_again(model_dir: Path, adapters: bool) -> None:
     room = model_dir.parent
