@@ -110,3 +110,5 @@ def test_adapters_write_nothing_and_keep_no_states(model_dir: Path, capfd: pytes
         == main.BAD_INPUT
     )
     assert "--lora-rank" in capfd.readouterr().err
+    assert main.main(["plan", str(model_dir), "--lora-rank", "4", "--ranks", "2", "--seq-len", "64"]) == main.BAD_INPUT
+    assert "--lora-rank is of a run in one process" in capfd.readouterr().err
