@@ -147,6 +147,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         training.resume(progress, entries)
     elif settings.resume and settings.metrics is not None:
         training.begin_anew()
+    if settings.warmup_steps >= training.steps:
+        note(
+            f"the learning rate never reaches --lr: --warmup-steps is {settings.warmup_steps} of {training.steps} steps"
+        )
     if endurance := forecast.get("endurance"):
         begins = resumed is None
         forecast["endurance"] = endurance = for_steps(endurance, training.steps - result.steps, begins=begins)
