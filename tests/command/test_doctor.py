@@ -208,7 +208,7 @@ def test_a_page_is_as_wide_as_it_should_be():
     page = findings.as_text(lines, 60).splitlines()
     assert len(page) > 5
     assert all(len(line) <= 60 for line in page)
-    assert page[-1] == "0 problems, 1 notes"
+    assert page[-1] == "0 problems, 1 note"
 
 
 IMPORTED = """

@@ -191,6 +191,34 @@ def test_a_fraction_to_evaluate_on(model_dir: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("copies", "durability", "told"),
+    [
+        (0.9, "auto", "free some space"),
+        (1.1, "step", "leave out --durability, free some space"),
+        (0.9, "step", "free: free some space"),
+    ],
+)
+def test_room_for_weights_and_states_is_looked_for_first(
+    model_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    copies: float,
+    durability: str,
+    told: str,
+) -> None:
+    room = model_dir.parent
+    assert main.main(["plan", str(model_dir), "--seq-len", "32", "--dtype", "bfloat16", "--json"]) == 0
+    free = int(copies * json.loads(capfd.readouterr().out)["ssd_space"]["second_slot_bytes"])
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    seen = sorted(room.rglob("*"))
+    run = words_of(model_dir, room / "out", room / "store", data=room / "documents", durability=durability)
+    assert main.main(run) == main.BAD_INPUT
+    error = capfd.readouterr().err
+    assert "the store takes at least" in error and told in error
+    assert sorted(room.rglob("*")) == seen
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
         (["--eval-steps", "2"], "--eval-steps is of the evaluations of --eval"),
@@ -209,6 +237,17 @@ def test_what_cannot_be_evaluated(
     assert main.main([*chosen, *flags]) == main.BAD_INPUT
     assert told in capfd.readouterr().err
     assert not (room / "out").exists()
+
+
+def test_data_to_evaluate_on_is_looked_for_before_the_model_is_read(
+    model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    room = model_dir.parent
+    chosen = words_of(model_dir, room / "out", room / "store", data=room / "documents", eval="nowhere")
+    assert main.main(chosen) == main.BAD_INPUT
+    told = capfd.readouterr().err
+    assert "--eval nowhere: No such file" in told and "loading" not in told and "tokenising" not in told
+    assert not (room / "store").exists()
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])

@@ -11,7 +11,7 @@ import needs
 import pytest
 from test_records import MARKED, PLAIN, TALK, blocks_of, lines, shown, write_tokenizer
 
-from memascend.command.data import Documents, load_tokenizer
+from memascend.command.data import ByteTokenizer, Documents, load_tokenizer
 from memascend.command.data.records import Chat, Completion, Instruction, read_record
 from memascend.command.reader import Reader
 from memascend.command.settings import Settings
@@ -213,4 +213,13 @@ def test_roles_that_the_template_does_not_name_are_told_with_their_turns(
     reader.close()
     reader = reader_of(tmp_path, PLAIN, loss_on="all")
     reader.documents([data])
+    reader.close()
+
+
+def test_without_a_template_the_error_names_the_option_and_the_remedy(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, PLAIN)
+    reader = Reader(reader._settings, ByteTokenizer(), 258, tmp_path / "scratch")
+    data = lines(tmp_path, {"messages": [{"role": "assistant", "content": "x"}]})
+    with pytest.raises(DataError, match=r"--eval holds conversations.* no chat template: give .*--tokenizer DIR"):
+        reader.documents([data], option="--eval")
     reader.close()

@@ -6,7 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+import tiny
 import torch
+from commands import in_memory, words_of
 
 from memascend.command.arguments import parser
 from memascend.command.jobs import training
@@ -68,6 +70,15 @@ def test_a_command_is_suggested(capfd: pytest.CaptureFixture[str]) -> None:
     assert "there is no command 'fintune': did you mean finetune?" in capfd.readouterr().err
     assert main(["xyz"]) == BAD_INPUT
     assert "there is no command 'xyz' (see memascend --help)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 2])
+def test_a_warm_up_that_does_not_end_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], warmup_steps: int
+) -> None:
+    run = words_of(tiny.llama_directory(tmp_path, hidden=64), tmp_path / "out", tmp_path / "store", steps=2)
+    assert main([*in_memory(run), "--warmup-steps", str(warmup_steps)]) == 0
+    assert ("the learning rate never reaches --lr" in capfd.readouterr().err) == (warmup_steps == 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -91,4 +91,4 @@ def test_a_run_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert list((tmp_path / "out.tensorboard").glob("events.out.tfevents.*"))
     file.write_text(json.dumps(options | {"stepz": 3}))
     assert main.main(["finetune", "--options", str(file)]) == main.BAD_INPUT
-    assert "there is no option 'stepz'" in capfd.readouterr().err
+    assert "there is no option 'stepz': did you mean --steps?" in capfd.readouterr().err

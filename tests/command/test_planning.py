@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from memascend.command import main
+from memascend.command.data_size import count_tokens
 from memascend.forecast import forecast, whole
 
 if TYPE_CHECKING:
@@ -50,6 +51,16 @@ def test_it_counts_the_steps_of_the_data(model_dir: Path, capfd: pytest.CaptureF
     assert lines(capfd, model_dir, "--data", str(data))[2].startswith(f"your data, {tokens:,} tokens: ")
     part = as_json(capfd, model_dir, "--data", str(data), "--eval", "0.5")
     assert part["data"]["tokens"] == round(tokens / 2) and part["ssd_space"]["kept_bytes"] > 0
+
+
+def test_without_a_tokenizer_the_bytes_that_a_run_reads_are_counted(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / ".git").mkdir(parents=True)
+    (data / "text.txt").write_text("x" * 400)
+    (data / "records.jsonl").write_text(json.dumps({"text": "y" * 389}))
+    (data / ".git" / "hidden.txt").write_text("z" * 4000)
+    (data / "picture.png").write_bytes(bytes(range(256)) * 16)
+    assert count_tokens([data], tmp_path, 1000) == (200, True)
 
 
 def test_what_does_not_fit_is_told_what_would(
@@ -99,3 +110,5 @@ def test_adapters_write_nothing_and_keep_no_states(model_dir: Path, capfd: pytes
         == main.BAD_INPUT
     )
     assert "--lora-rank" in capfd.readouterr().err
+    assert main.main(["plan", str(model_dir), "--lora-rank", "4", "--ranks", "2", "--seq-len", "64"]) == main.BAD_INPUT
+    assert "--lora-rank is of a run in one process" in capfd.readouterr().err

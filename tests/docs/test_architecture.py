@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,21 @@ def test_every_room_has_a_line() -> None:
     crates = [path.parent.name for path in CRATES.glob("*/Cargo.toml")]
     assert len(folders) > 10 and len(crates) > 4
     assert sorted(rooms()) == sorted(folders + crates)
+
+
+def test_rooms_stand_below_those_that_they_import() -> None:
+    """As the contract of import-linter and Cargo have it."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["containers"] == ["memascend"])
+    section = TEXT.split("\n## Rooms\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", section, flags=re.MULTILINE)
+    assert "options" in listed and listed == [layer for layer in reversed(layers) if layer in listed]
+    crates = [name for name in rooms() if name.startswith("memascend-")]
+    for position, name in enumerate(crates):
+        with (CRATES / name / "Cargo.toml").open("rb") as file:
+            uses = tomllib.load(file).get("dependencies", {})
+        assert uses.keys() & set(crates[position:]) == set(), name
 
 
 def test_the_files_that_it_names_are_there() -> None:

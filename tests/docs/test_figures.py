@@ -1,4 +1,4 @@
-"""The plot and the figures of the README match the committed results."""
+"""The plot and the figures of the README match the committed results, and tables of plans match the forecast."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from memascend.forecast.deepspeed import forecast as behind_deepspeed
+from memascend.forecast.forecast import forecast
+
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "benches" / "configs"
+GIB = 1 << 30
 PLOT = runpy.run_path(str(ROOT / "benches" / "plot_peak_memory.py"))
 
 
@@ -44,5 +49,40 @@ def test_the_bytes_of_a_step_are_the_same_everywhere() -> None:
     assert f"the 0.51B model of the README moves {small}" in _text("ARCHITECTURE.md")
 
 
+def test_the_plan_behind_deepspeed_is_that_of_the_forecast(tmp_path: Path) -> None:
+    on_nvme = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": on_nvme, "offload_param": {**on_nvme, "max_in_cpu": 0, "buffer_size": 6e8}}
+    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    (tmp_path / "ds_config.json").write_text(json.dumps(settings))
+    found = behind_deepspeed.forecast(CONFIGS / "llama-3.1-8b.json", tmp_path / "ds_config.json")
+    assert behind_deepspeed.as_text(found) in (ROOT / "docs/how-to/deepspeed.md").read_text()
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def _text(page: str) -> str:
     return " ".join((ROOT / page).read_text().split())
+
+
+def test_the_plans_of_published_models_are_those_of_the_forecast() -> None:
+    """The table of the page on plans, with the least budget that works."""
+    head = "| model | least host memory |"
+    table = (ROOT / "docs/how-to/plans.md").read_text().partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == 6
+    for row in table:
+        model, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        file = next(file for file in CONFIGS.glob("*.json") if _letters(file.stem) == _letters(model))
+        found = forecast(file, seq_len=1024, batch_size=1)
+        host, space, moved = found["host_memory"], found["ssd_space"], found["ssd_traffic"]["planned"]
+        beside = found["zero_infinity"]
+        in_place = space["total_bytes"] - space["second_slot_bytes"]
+        assert cells == [
+            f"{host['smallest_bytes'] / GIB:.2f} GiB",
+            f"{host['overlap_bytes'] / GIB:.2f} GiB",
+            f"{space['total_bytes'] / GIB:.1f} GiB, {in_place / GIB:.1f}",
+            f"{moved['read_bytes_per_parameter']:.1f} + {moved['written_bytes_per_parameter']:.1f}",
+            f"{beside['parameter_pool_bytes'] / GIB:.1f} GiB",
+            f"{beside['peak_bytes'] / GIB:.1f} GiB",
+        ], model

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import memascend
 from memascend.command.exits import BAD_INPUT
-from memascend.common.choices import parse_held_out
+from memascend.common.choices import meant, parse_held_out
 from memascend.common.sizes import AUTO, parse_size
 from memascend.common.tiles import parse_tile_tokens
 from memascend.options import GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
@@ -107,20 +106,14 @@ def check_names(whole: argparse.ArgumentParser, words: Sequence[str]) -> None:
     if not words or words[0].startswith("-"):
         return
     if words[0] not in commands:
-        whole.error(f"there is no command {words[0]!r}{_meant(words[0], commands)}")
+        whole.error(f"there is no command {words[0]!r}{meant(words[0], commands)}")
     flags = flags_of(whole, words[0])
     for word in words[1:]:
         name = word.split("=", 1)[0]
         if word == "--":
             return
         if name.startswith("--") and name not in flags:
-            commands[words[0]].error(f"there is no option {name}{_meant(name, flags)}")
-
-
-def _meant(name: str, names: Iterable[str]) -> str:
-    """Return a question for the one of `names` that is like `name`, or nothing."""
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.7)
-    return f": did you mean {near[0]}?" if near else ""
+            commands[words[0]].error(f"there is no option {name}{meant(name, flags)}")
 
 
 def flags_of(whole: argparse.ArgumentParser, command: str) -> set[str]:

@@ -27,7 +27,7 @@ def count_tokens(paths: Sequence[Path], tokenizer_dir: Path, vocab_size: int) ->
             try:
                 tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
             except CheckpointError:
-                return max(1, _bytes_of(paths) // BYTES_PER_TOKEN), True
+                return max(1, documents.nbytes // BYTES_PER_TOKEN), True
             part = range(min(DOCUMENTS, len(documents)))
             sample = Blocks(
                 documents,
@@ -44,8 +44,3 @@ def count_tokens(paths: Sequence[Path], tokenizer_dir: Path, vocab_size: int) ->
             return tokens * len(documents) // len(part), len(part) < len(documents)
         finally:
             documents.close()
-
-
-def _bytes_of(paths: Sequence[Path]) -> int:
-    files = (file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]))
-    return sum(file.stat().st_size for file in files if file.is_file())

@@ -120,7 +120,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         note("training on the bytes of the text, one token each, without a tokenizer")
     reader = Reader(settings, tokenizer, vocab_size, scratch)
     cleanup.callback(reader.close)
-    documents = reader.documents(settings.data, settings.weights)
+    documents, evaluated = reader.documents(settings.data, settings.weights), reader.evaluated()
     # A run that can be resumed, however it ends, keeps its records.
     records = settings.metrics or (kept if settings.store else finished) / METRICS_NAME
     if settings.store and settings.metrics is None:
@@ -131,7 +131,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if resumed:
         # Of the step that it goes on from: over processes, a store may have had a newer one.
         progress, entries = _recorded(offload_of(model).generations.waiting)
-    blocks, held_out = reader.divided(documents, tokens_max)
+    blocks, held_out = reader.divided(documents, tokens_max, evaluated)
     if settings.show_data:
         print("\n".join(shown(blocks, tokenizer, settings.show_data)), flush=True)
     log = RunLog(records, go_on=settings.resume)
@@ -147,6 +147,10 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         training.resume(progress, entries)
     elif settings.resume and settings.metrics is not None:
         training.begin_anew()
+    if settings.warmup_steps >= training.steps:
+        note(
+            f"the learning rate never reaches --lr: --warmup-steps is {settings.warmup_steps} of {training.steps} steps"
+        )
     if endurance := forecast.get("endurance"):
         begins = resumed is None
         forecast["endurance"] = endurance = for_steps(endurance, training.steps - result.steps, begins=begins)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from memascend.common.choices import meant
 from memascend.errors import DataError, first_line
 
 _FLAG = "--options"
@@ -13,7 +14,7 @@ _FLAG = "--options"
 _EXCLUSIVE = {"--steps", "--epochs"}
 
 
-def with_options(words: Sequence[str], flags: Container[str]) -> list[str]:
+def with_options(words: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return the words of a command with those of its options file, of which the command has none itself.
 
     `flags` are those that the command has. Raises DataError for a file that cannot be read, or holds something else.
@@ -28,7 +29,7 @@ def with_options(words: Sequence[str], flags: Container[str]) -> list[str]:
     for name, value in _read(path).items():
         flag = "--" + str(name).replace("_", "-")
         if flag not in flags and flag != "--model":
-            raise DataError(f"--options {path}: there is no option {name!r}")
+            raise DataError(f"--options {path}: there is no option {name!r}{meant(flag, flags)}")
         if flag == _FLAG:
             raise DataError(f"{path} names another file of options: one is read")
         if flag == "--model" and words[1].startswith("-"):

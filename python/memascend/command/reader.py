@@ -33,8 +33,10 @@ class Reader:
         """Close all documents and blocks."""
         self._open.close()
 
-    def documents(self, paths: Sequence[Path], weights: Sequence[float] = ()) -> Documents:
+    def documents(self, paths: Sequence[Path], weights: Sequence[float] = (), option: str = "--data") -> Documents:
         """Open the documents in files and directories, as often as `weights` say, and say what is left out.
+
+        `option` is what errors call the paths.
 
         Raises DataError where there are none, or the tokenizer cannot read them.
         """
@@ -45,16 +47,24 @@ class Reader:
             text_field=settings.text_field,
             as_text=settings.as_text,
             weights=weights,
+            option=option,
         )
         self._open.callback(documents.close)
         for line in documents.skipped.lines() + documents.notes:
             note(line)
         if documents.blank:
             note(f"records left out, since they hold nothing to train on: {documents.blank}")
-        self._check_roles(documents.roles)
+        self._check_roles(documents.roles, option)
         return documents
 
-    def _check_roles(self, roles: Counter[str]) -> None:
+    def evaluated(self) -> Documents | None:
+        """Open the documents in the files of --eval, or return None where it is a fraction or absent."""
+        evaluation = self._settings.evaluation
+        if not evaluation or isinstance(evaluation, float):
+            return None
+        return self.documents(evaluation, option="--eval")
+
+    def _check_roles(self, roles: Counter[str], option: str) -> None:
         """Say which roles of conversations the chat template does not name.
 
         Raises DataError where there is no template, or nothing that the assistant says.
@@ -64,12 +74,13 @@ class Reader:
         chat = self._tokenizer.chat
         if chat is None:
             raise DataError(
-                f"--data holds conversations, but the tokenizer in {self._settings.tokenizer_dir} has no chat template"
+                f"{option} holds conversations, but the tokenizer in {self._settings.tokenizer_dir} has no chat "
+                "template: give one that has with --tokenizer DIR, or records with prompt and completion"
             )
         if not roles["assistant"] and self._settings.loss_on == "completion":
             raise DataError(
-                "no turn of the conversations in --data is the assistant's, and only those are trained on: the roles "
-                f"are {_counted(roles, roles)}. Rename them, or give --loss-on all"
+                f"no turn of the conversations in {option} is the assistant's, and only those are trained on: the "
+                f"roles are {_counted(roles, roles)}. Rename them, or give --loss-on all"
             )
         if unnamed := chat.unnamed(roles):
             note(
@@ -77,18 +88,21 @@ class Reader:
                 "out, and they are not trained on as the assistant's: rename them if they should be"
             )
 
-    def divided(self, documents: Documents, tokens_max: int | None) -> tuple[Blocks, Blocks | None]:
-        """Tokenise what is trained on, from the first documents that make `tokens_max`, and what is evaluated on."""
+    def divided(
+        self, documents: Documents, tokens_max: int | None, evaluated: Documents | None = None
+    ) -> tuple[Blocks, Blocks | None]:
+        """Tokenise what is trained on, from the first documents that make `tokens_max`, and what is evaluated on.
+
+        That is a part of `documents` where --eval is a fraction, and all that `evaluated` holds otherwise.
+        """
         evaluation = self._settings.evaluation
         trained_on, held_out = None, None
         if isinstance(evaluation, float):
             trained_on, held_out = split(len(documents), evaluation)
         blocks = self._tokenised(documents, trained_on, tokens_max)
-        if not evaluation:
+        if held_out is None and evaluated is None:
             return blocks, None
-        if not isinstance(evaluation, float):
-            documents = self.documents(evaluation)
-        return blocks, self._tokenised(documents, held_out, None)
+        return blocks, self._tokenised(documents if evaluated is None else evaluated, held_out, None)
 
     def _tokenised(self, documents: Documents, part: range | None, tokens_max: int | None) -> Blocks:
         settings = self._settings

@@ -13,6 +13,7 @@ from memascend.errors import DataError
 from memascend.forecast.traffic import ssd_space
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from memascend.command.settings import Settings
@@ -27,25 +28,42 @@ def kept_generations(settings: Settings) -> int:
 
 
 def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Work) -> None:
-    """Raise DataError where the drives have no room for what the run keeps beside the last steps.
+    """Raise DataError where the drives have no room for weights and states, or for what is kept beside the last steps.
 
-    Without that the run may do: what it says of it would come at the first evaluation, hours later. Only directories
-    of a new store are looked at.
+    Without the latter the run may do: what it says of it would come at the first evaluation, hours later. Only
+    directories of a new store are looked at.
     """
     kept = kept_generations(settings)
     folders = {os.stat(folder).st_dev: folder for folder in map(_existing, settings.store) if folder.is_dir()}
-    if not kept or not work.period or settings.resume or settings.replace_store or not folders:
+    if settings.resume or settings.replace_store or not folders:
         return
     alone = ssd_space(units, config, work)
-    needed = ssd_space(units, config, replace(work, kept=kept)).total()
     free = sum(shutil.disk_usage(folder).free for folder in folders.values())
+    where = f"{', '.join(map(str, folders.values()))} has {format_size(free)} free"
+    needed = ssd_space(units, config, replace(work, kept=kept)).total()
     # Without room for durable steps a run without --durability does without them, and keeps nothing in the store.
-    if free >= needed or (settings.durability == "auto" and free < alone.total()):
+    keeps = kept and work.period and (settings.durability != "auto" or free >= alone.total())
+    if keeps and free < needed:
+        raise DataError(
+            f"the store would take up to {format_size(needed)}, of which {format_size(needed - alone.total())} are for "
+            f"{_named(settings)}, and {where}: give another --store, leave out {_flags(settings)}, or lower what a "
+            "step takes (--states 8bit, --no-master)"
+        )
+    if not any(path.is_block_device() for path in settings.store):
+        _check_least(settings, alone, free, where)
+
+
+def _check_least(settings: Settings, space: Counter[str], free: int, where: str) -> None:
+    """Raise DataError where weights and states have no room, twice where durable steps were asked for."""
+    beside = ("gradients", "projections", "activations", "second_slot", "kept")
+    least = space.total() - sum(space[kind] for kind in beside)
+    twice = settings.durability not in ("auto", "none")
+    if free >= (1 + twice) * least:
         return
+    instead = "leave out --durability, " if twice and free >= least else ""
     raise DataError(
-        f"the store would take up to {format_size(needed)}, of which {format_size(needed - alone.total())} are for "
-        f"{_named(settings)}, and {', '.join(map(str, folders.values()))} has {format_size(free)} free: give another "
-        f"--store, leave out {_flags(settings)}, or lower what a step takes (--states 8bit, --no-master)"
+        f"the store takes at least {format_size((1 + twice) * least)}, and {where}: {instead}free some space, give "
+        "another --store or a second one, or lower what a step takes (--states 8bit, --no-master, --lora-rank 16)"
     )
 
 

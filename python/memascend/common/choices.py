@@ -1,8 +1,13 @@
-"""What `--eval` takes. Nothing heavy is imported here, so that help is shown at once."""
+"""What `--eval` takes, and what a misspelt name may mean; without heavy imports, so that help is shown at once."""
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def parse_held_out(text: str) -> float | Path:
@@ -17,3 +22,9 @@ def parse_held_out(text: str) -> float | Path:
     if not 0 < fraction < 1:
         raise ValueError(f"{text} is no fraction between 0 and 1; write a file of that name as ./{text}")
     return fraction
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Return a question for the one of `names` that is like `name`, or nothing."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.7)
+    return f": did you mean {near[0]}?" if near else ""

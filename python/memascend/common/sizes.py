@@ -1,4 +1,4 @@
-"""Sizes in bytes, read from text and written as text."""
+"""Sizes in bytes, read from text and written as text, and numbers of things."""
 
 from __future__ import annotations
 
@@ -43,3 +43,8 @@ def format_decimal(nbytes: float) -> str:
         if abs(nbytes) >= size:
             return f"{nbytes / size:,.2f} {unit}"
     return f"{nbytes / 10**6:.2f} MB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things, whose plural ends in s: 1 thread, 2,000 threads."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -6,6 +6,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memascend.common.sizes import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -62,5 +64,5 @@ def as_text(findings: Sequence[Finding], columns: int = 100) -> str:
             )
         )
     counts = {level: sum(finding.level == level for finding in findings) for level in (PROBLEM, NOTE)}
-    lines.append(f"{counts[PROBLEM]} problems, {counts[NOTE]} notes")
+    lines.append(f"{counted(counts[PROBLEM], 'problem')}, {counted(counts[NOTE], 'note')}")
     return "\n".join(lines)

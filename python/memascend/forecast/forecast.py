@@ -119,6 +119,8 @@ def forecast(
         raise DataError("--lora-rank is planned on the CPU alone: leave it out, or --gpu")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
+    if ranks > 1 and adapters_bytes is not None:
+        raise DataError("--lora-rank is of a run in one process: leave it out, or --ranks")
     if ranks > 1:
         _check_over_ranks(gradients, update)
     model = empty_model_of(config, _directory(path), getattr(torch, dtype))

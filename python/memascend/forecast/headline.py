@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 #: Changes that are named.
 LEVERS = 3
+#: Units of a run's time with their seconds, and how many seconds the least time that is told in them has.
+UNITS = (("days", 86400, 360000), ("h", 3600, 3600), ("min", 60, 60), ("s", 1, 0))
 
 
 def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
@@ -82,8 +84,8 @@ def _run(prediction: Mapping[str, Any]) -> str:
     if data is not None:
         what = f"your data, {data['about']}{data['tokens']:,} tokens: {what}"
     step = prediction["gpu"]["step"] if "gpu" in prediction else prediction.get("step")
-    hours = "" if step is None else f"{_hours(steps * step['floor_seconds'], steps * step['sum_seconds'])}, "
-    text = f"{what}: {hours}{format_decimal(endurance['total_bytes'])} written"
+    time = "" if step is None else f"{_time(steps * step['floor_seconds'], steps * step['sum_seconds'])}, "
+    text = f"{what}: {time}{format_decimal(endurance['total_bytes'])} written"
     if endurance["rating_used"] is not None:
         return f"{text}, {endurance['rating_used']:.2%} of its rated {format_decimal(endurance['rated_bytes'])}"
     usual = (
@@ -93,7 +95,7 @@ def _run(prediction: Mapping[str, Any]) -> str:
     return text if data is not None or endurance["steps_given"] else f"{text}; --data PATH counts your data"
 
 
-def _hours(least: float, most: float) -> str:
-    unit, size = ("h", 3600) if most >= 3600 else ("min", 60)
+def _time(least: float, most: float) -> str:
+    unit, size = next((unit, size) for unit, size, begin in UNITS if least >= begin)
     low, high = least / size, most / size
     return f"{_rounded(low)} {unit}" if most < 1.05 * least else f"{_rounded(low)} to {_rounded(high)} {unit}"

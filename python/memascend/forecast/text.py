@@ -20,7 +20,7 @@ def as_text(prediction: Mapping[str, Any], *, compare: bool = False) -> str:
     kinds = {kind: label for kind, label in KINDS.items() if space[f"{kind}_bytes"] or kind == "activations"}
     tables = [
         _model_table(prediction["model"], space["weights_bytes"]),
-        _memory_table("Host memory", prediction["host_memory"], "least that reads ahead"),
+        _memory_table("Host memory", prediction["host_memory"], "least that reads ahead", ", in chunks of full size"),
         _space_table(space, kinds),
         _traffic_table(prediction["ssd_traffic"], kinds),
         _endurance_table(prediction["endurance"]),
@@ -78,7 +78,7 @@ def _model_table(model: Mapping[str, Any], weights_bytes: int) -> str:
     )
 
 
-def _memory_table(title: str, plan: Mapping[str, Any], overlap: str) -> str:
+def _memory_table(title: str, plan: Mapping[str, Any], overlap: str, how: str = "") -> str:
     return _table(
         title,
         ["consumer", "count", "size", "total", "for"],
@@ -86,7 +86,7 @@ def _memory_table(title: str, plan: Mapping[str, Any], overlap: str) -> str:
             *([line["consumer"], *_count_and_sizes(line), line["note"]] for line in plan["lines"]),
             ["sum", "", "", format_size(plan["total_bytes"]), ""],
             ["budget", "", "", format_size(plan["budget_bytes"]), ""],
-            [overlap, "", "", format_size(plan["overlap_bytes"]), "the next layer while one computes"],
+            [overlap, "", "", format_size(plan["overlap_bytes"]), f"the next layer while one computes{how}"],
             ["least that works", "", "", format_size(plan["smallest_bytes"]), ""],
         ],
     )

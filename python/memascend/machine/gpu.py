@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import Rule, StepScalars, step_host
+from memascend.common.sizes import counted
 from memascend.errors import HostMemoryError, UnmeasuredError
 from memascend.machine import drives
 from memascend.machine.cuda import open_device
@@ -145,7 +146,7 @@ def measure_update(threads: int, *, seconds: float = 0.3) -> Rate:
         lambda: step_host(rule, UPDATE_ELEMENTS, weight.data_ptr(), addresses, gradient.data_ptr(), scalars, threads),
         seconds,
     )
-    return Rate(UPDATE_BYTES * UPDATE_ELEMENTS * updates, f"measured just now, {threads} threads")
+    return Rate(UPDATE_BYTES * UPDATE_ELEMENTS * updates, f"measured just now, {counted(threads, 'thread')}")
 
 
 def _per_second(work: Callable[[], Any], seconds: float, finish: Callable[[], None] = lambda: None) -> float:

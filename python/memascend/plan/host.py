@@ -577,7 +577,7 @@ def _too_small(plan: Plan, element: int) -> BudgetError:
     lowered = f"\nTo lower it: {'; '.join(knobs)}" if knobs else ""
     return BudgetError(
         f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
-        f"{format_size(smallest)} ({smallest} bytes){overlap}, asked for by\n{plan.table()}"
+        f"{format_size(smallest)} ({smallest} bytes){overlap}. Asked for by\n{plan.table()}"
         f"{lowered}",
         smallest,
     )

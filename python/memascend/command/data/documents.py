@@ -58,13 +58,15 @@ class Documents:
         text_field: str = "text",
         as_text: bool = False,
         weights: Sequence[float] = (),
+        option: str = "--data",
     ) -> None:
         """Walk `paths` and check that they hold text; `scratch` is an existing directory for the index.
 
         `as_text` takes every file as the text that it is, whatever that is written in. With `weights`, one for each of
-        `paths`, the documents of a path are there so many times, where the least weight stands for once.
+        `paths`, the documents of a path are there so many times, where the least weight stands for once. `option` is
+        what errors call the paths.
         """
-        self.text_field, self._as_text = text_field, as_text
+        self.text_field, self._as_text, self._option = text_field, as_text, option
         #: Files of directories that hold no text.
         self.skipped = Skipped()
         #: What else the user should know of the files.
@@ -97,6 +99,11 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all documents, of records with their fields."""
+        return self._index.documents_bytes
 
     def document(self, number: int) -> Text | Completion | Chat | Instruction:
         """A document; of a text only the pieces that are asked for are read."""
@@ -142,12 +149,13 @@ class Documents:
         except OSError as error:
             if not path.exists() and (source := HubData.of(str(path))) is not None:
                 return self._add_hub(path, source)
-            raise DataError(f"--data {path}: {error.strerror}") from error
+            raise DataError(f"{self._option} {path}: {error.strerror}") from error
         if stat.S_ISREG(mode):
             self._add_file(path, named=True)
         elif stat.S_ISDIR(mode):
             if splits := splits_of(path):
-                raise DataError(f"--data {path} holds the splits {', '.join(splits)}: name one, as {path / splits[0]}")
+                named = f"{', '.join(splits)}: name one, as {path / splits[0]}"
+                raise DataError(f"{self._option} {path} holds the splits {named}")
             for folder, folders, files in os.walk(path):
                 if self._add_dataset(Path(folder), named=Path(folder) == path):
                     folders.clear()
@@ -158,7 +166,7 @@ class Documents:
                     if not name.startswith(".") and file.is_file():
                         self._add_file(file, named=False)
         else:
-            raise DataError(f"--data {path} is neither a file nor a directory")
+            raise DataError(f"{self._option} {path} is neither a file nor a directory")
 
     def _add_hub(self, path: Path, source: HubData) -> None:
         """Index a data set of the hub, whose rows are put on disk."""

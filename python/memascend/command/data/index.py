@@ -37,6 +37,8 @@ class Index:
         """Begin with none, in two files in the directory `scratch`."""
         self._scratch = scratch
         self._last: tuple[bytes, int] = (b"", 0)
+        #: Bytes of all documents, as they lie in their files.
+        self.documents_bytes = 0
         self._names_bytes = self._count = 0
         with writing(scratch):
             self._names = open(scratch / "names", "wb+")  # noqa: SIM115 (closed by close)
@@ -56,6 +58,7 @@ class Index:
             kind = KINDS.index(place.kind)
             self._places.write(self._PLACE.pack(self._last[1], len(name), kind, *place[2:]))
         self._count += 1
+        self.documents_bytes += place.length
 
     def flush(self) -> None:
         """Have `place` see what was added."""

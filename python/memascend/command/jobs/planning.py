@@ -19,6 +19,7 @@ from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.screen import quiet_libraries
 from memascend.command.space import free_bytes
 from memascend.common.progress import USUAL_COLUMNS
+from memascend.common.sizes import counted
 from memascend.errors import BudgetError, DataError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
@@ -137,7 +138,7 @@ def _processor(chosen: argparse.Namespace, dtype: str) -> dict[str, gpu.Rate] | 
     threads = torch_threads()
     rate, _ = product_rates(getattr(torch, dtype))
     update = gpu.measure_update(update_threads(beside_device=False))
-    return {"flops": gpu.Rate(rate * threads, f"{threads} threads, measured now"), "update": update}
+    return {"flops": gpu.Rate(rate * threads, f"measured just now, {counted(threads, 'thread')}"), "update": update}
 
 
 def _plan_deepspeed(chosen: argparse.Namespace) -> int:

@@ -112,7 +112,7 @@ def _conflict(settings: Settings) -> str | None:
         needed = (("--store", settings.store), ("--host-memory", settings.host_memory))
         missing = [flag for flag, value in needed if not value]
         if missing:
-            return f"{' and '.join(missing)} needed (or --in-memory, for a model that fits)"
+            return f"give {' and '.join(missing)}, or --in-memory for a model that fits"
         try:
             Computing.of(settings.offload_options)
         except ValueError as error:  # options that do not go together
