@@ -14,7 +14,7 @@ if [ $# -eq 0 ]; then
 train_loop.tiny_model(pathlib.Path(sys.argv[2]))' "$here" "$scratch/model"
 fi
 
-memascend plan "$model" --host-memory 256MiB --seq-len 64 --steps 4 --tbw 600
+memascend plan "$model" --host-memory 256MiB --seq-len 64 --steps 4 --tbw 600 --details
 run() {
     memascend finetune "$model" --data "$data" --store "$scratch/store" --host-memory 256MiB --seq-len 64 \
         --keep-store --durability step --schedule constant --lr 1e-3 $tokens "$@"

@@ -65,10 +65,10 @@ def test_force_begins_all_the_same(
     # The limit is only stated: under a real one the kernel may end the run.
     monkeypatch.setattr(whole, "available_memory", lambda: (1 << 20, "a stated limit"))
     assert main.main(words(room)) == main.BAD_INPUT
-    assert "(a stated limit): lower" in capfd.readouterr().err
+    assert "(a stated limit): give --micro-batch-size" in capfd.readouterr().err
     assert main.main([*words(room), "--force"]) == 0
     err = capfd.readouterr().err
-    assert "(a stated limit): lower" in err and "or the kernel may end the run" in err
+    assert "(a stated limit): give --micro-batch-size" in err and "or the kernel may end the run" in err
 
 
 def test_a_plan_ends_with_the_sum(room: Path, capfd: pytest.CaptureFixture[str]) -> None:

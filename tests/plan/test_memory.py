@@ -420,15 +420,16 @@ def test_pinned_memory_can_be_read_in_a_forked_worker() -> None:
 def test_a_limit_on_locked_memory_names_the_remedy() -> None:
     script = """
 import resource, memascend, torch
+empty_pinned = memascend.empty_pinned  # imports files that another user may not read
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 import os
 if os.geteuid() == 0:
     os.setuid(65534)  # root may lock as much as it likes
 try:
-    memascend.empty_pinned(8 << 20, torch.uint8, allocator="locked")
+    empty_pinned(8 << 20, torch.uint8, allocator="locked")
 except memascend.HostMemoryError as error:
     assert "ulimit -l" in str(error) and "8388608" in str(error), error
-    memascend.empty_pinned(1 << 19, torch.uint8, allocator="locked")
+    empty_pinned(1 << 19, torch.uint8, allocator="locked")
     raise SystemExit(7)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
