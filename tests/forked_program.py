@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -44,8 +45,15 @@ def run(address: str, words: list[str]) -> NoReturn:
     asked = json.dumps({"words": words, "directory": os.getcwd(), "environment": dict(os.environ)}).encode()
     socket.send_fds(server, [RUN + len(asked).to_bytes(4, "little")], _STREAMS)
     server.sendall(asked)
+    # A signal that comes just before a call that waits would be handled after it: what it writes ends the waiting.
+    woken, waking = socket.socketpair()
+    waking.setblocking(False)
+    signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
     for number in (*HANDED_ON, KILL):
         signal.signal(number, lambda number, _: server.send(bytes([signal.SIGKILL if number == KILL else number])))
+    while server not in (ready := select.select([server, woken], [], [])[0]):
+        for reader in ready:
+            reader.recv(64)
     told = server.recv(4)
     code = int.from_bytes(told, "little", signed=True) if told else 1
     if code < 0:

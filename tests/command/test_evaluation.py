@@ -63,7 +63,7 @@ def loss_of(model_dir: Path, weights: Path) -> float:
     scratch.mkdir()
     settings = Settings(model_dir=model_dir, data=[], out=room, seq_len=32, evaluation=[room / "other.txt"])
     reader = Reader(settings, ByteTokenizer(), 256 + 2, scratch)
-    _, held_out = reader.divided(reader.documents([room / "documents"]), None)
+    _, held_out = reader.divided(reader.documents([room / "documents"]), None, reader.documents([room / "other.txt"]))
     assert held_out is not None
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16)
     batches = [held_out.padded([held_out.row(row)]) for row in range(len(held_out))]
@@ -118,7 +118,7 @@ def test_room_for_the_best_model_is_looked_for_first(
     assert with_best["total_bytes"] == alone["total_bytes"] + with_best["kept_bytes"]
     assert alone["total_bytes"] < 0.9 * with_best["total_bytes"]
     free = int(free_share * with_best["total_bytes"])
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free, total=1 << 40))
     seen = sorted(room.rglob("*"))
     run = [*words(model_dir, "out", steps=1), "--durability", durability]
     # Without --durability such a run does without durable steps, and then keeps nothing in the store.
@@ -209,7 +209,7 @@ def test_room_for_weights_and_states_is_looked_for_first(
     room = model_dir.parent
     assert main.main(["plan", str(model_dir), "--seq-len", "32", "--dtype", "bfloat16", "--json"]) == 0
     free = int(copies * json.loads(capfd.readouterr().out)["ssd_space"]["second_slot_bytes"])
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free, total=1 << 40))
     seen = sorted(room.rglob("*"))
     run = words_of(model_dir, room / "out", room / "store", data=room / "documents", durability=durability)
     assert main.main(run) == main.BAD_INPUT

@@ -35,10 +35,12 @@ def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Wo
     """
     kept = kept_generations(settings)
     folders = {os.stat(folder).st_dev: folder for folder in map(_existing, settings.store) if folder.is_dir()}
-    if settings.resume or settings.replace_store or not folders:
+    usages = [shutil.disk_usage(folder) for folder in folders.values()]
+    # Some filesystems in memory do not tell their size: it reads 0.
+    if settings.resume or settings.replace_store or not folders or not all(usage.total for usage in usages):
         return
     alone = ssd_space(units, config, work)
-    free = sum(shutil.disk_usage(folder).free for folder in folders.values())
+    free = sum(usage.free for usage in usages)
     where = f"{', '.join(map(str, folders.values()))} has {format_size(free)} free"
     needed = ssd_space(units, config, replace(work, kept=kept)).total()
     # Without room for durable steps a run without --durability does without them, and keeps nothing in the store.

@@ -20,7 +20,7 @@ def as_text(prediction: Mapping[str, Any], *, compare: bool = False) -> str:
     kinds = {kind: label for kind, label in KINDS.items() if space[f"{kind}_bytes"] or kind == "activations"}
     tables = [
         _model_table(prediction["model"], space["weights_bytes"]),
-        _memory_table("Host memory", prediction["host_memory"], "least that reads ahead", ", in chunks of full size"),
+        _memory_table("Host memory", prediction["host_memory"], "least that reads ahead", ", in full chunks"),
         _space_table(space, kinds),
         _traffic_table(prediction["ssd_traffic"], kinds),
         _endurance_table(prediction["endurance"]),
