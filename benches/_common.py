@@ -277,6 +277,15 @@ def in_workdir(workdir: Path | None, benchmark: Callable[[Path], int]) -> int:
         return benchmark(Path(temporary).resolve())
 
 
+def end_as_child(child: Callable[[dict], dict]) -> None:
+    """Measure, write the result and exit in a process of `start`; do nothing in any other."""
+    if sys.argv[1:2] == ["--child"]:
+        job = json.loads(sys.argv[2])
+        Path(job["result"]).write_text(json.dumps(child(job)))
+        sys.stdout.flush()
+        os._exit(0)  # threads and process groups of libraries must not hold the exit up
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a benchmark's main function and exit."""
     try:

@@ -16,14 +16,12 @@ within 3% of the measured bytes.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
-from _common import GB, finish, in_workdir, machine, markdown, rss, run, size
+from _common import GB, end_as_child, finish, in_workdir, machine, markdown, rss, run, size
 from _common import start as start_child
 from peak_memory import RUNS, SEED, SHAPES, model_directory, parameter_count, words
 
@@ -201,9 +199,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        given = json.loads(sys.argv[2])
-        Path(given["result"]).write_text(json.dumps(child(given)))
-        sys.stdout.flush()
-        os._exit(0)
+    end_as_child(child)
     run(main)

@@ -37,7 +37,21 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from _common import GB, ChildFailed, block_io, finish, fio, in_workdir, machine, markdown, rss, run, start, versions
+from _common import (
+    GB,
+    ChildFailed,
+    block_io,
+    end_as_child,
+    finish,
+    fio,
+    in_workdir,
+    machine,
+    markdown,
+    rss,
+    run,
+    start,
+    versions,
+)
 from _llama import SEED, llama_config, parameter_count, write_model
 from zero_infinity import SHAPES, configuration
 
@@ -421,11 +435,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        job = json.loads(sys.argv[2])
-        Path(job["result"]).write_text(json.dumps(child(job)))
-        sys.stdout.flush()
-        os._exit(0)  # DeepSpeed's threads and process group must not hold the exit up
+    end_as_child(child)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=["0.5b"])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))

@@ -14,13 +14,11 @@ it: they are equal where the shapes of the products decide nothing.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from pathlib import Path
 
-from _common import finish, in_workdir, machine, markdown, rss, run
+from _common import end_as_child, finish, in_workdir, machine, markdown, rss, run
 from _common import start as start_child
 
 SEED = 7
@@ -155,9 +153,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        given = json.loads(sys.argv[2])
-        Path(given["result"]).write_text(json.dumps(child(given)))
-        sys.stdout.flush()
-        os._exit(0)
+    end_as_child(child)
     run(main)

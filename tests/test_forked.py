@@ -97,7 +97,7 @@ def test_signals_reach_it(how: str) -> None:
 
 
 def test_both_ends_at_once() -> None:
-    """The server finds, in one look, that a program has ended and that nobody waits for it any more."""
+    """The server finds, in one look, that a program has ended and that the process that waited for it has too."""
     code = "import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(100)"
     with forked.Program(["-c", code], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None

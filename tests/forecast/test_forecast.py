@@ -26,6 +26,7 @@ from memascend.forecast.kinds import KINDS
 from memascend.forecast.step_time import step_time
 from memascend.forecast.traffic import Replay
 from memascend.layout.units import Unit, partition
+from memascend.machine import gpu
 from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
 from memascend.plan.host import Line, smallest_plan
@@ -457,14 +458,15 @@ def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
     words = ["plan", str(folder), "--gpu", "8GiB", "--seq-len", "128", "--activations", "ssd", *GIVEN]
     assert main.main(words) == 0
     assert "with this GPU" in capfd.readouterr().out.splitlines()[1]
-    assert main.main([*words, "--details", "--compare", "zero-infinity"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        # Measured beside other programs, it may be the lowest rate.
+        patch.setattr(gpu, "measure_update", lambda threads: Rate(1e12, "given"))
+        assert main.main([*words, "--details", "--compare", "zero-infinity"]) == 0
     out = capfd.readouterr().out
     for title in ("Host memory", "Device memory, of 8.0 GiB", "Time of an optimizer step", "Beside it"):
         assert title in out
     assert "On top" not in out
-    # The update's rate is measured, and is the lower one where other programs use the processors.
-    bound = max(plan(capfd, folder, *words[2:])[1]["gpu"]["step"]["resources"], key=lambda one: one["seconds"])
-    assert bound["resource"] in ("ssd", "update") and "bound by " in out
+    assert "bound by SSD, read and written" in out
     assert all(len(line) <= 132 for line in out.partition("\n\n")[2].splitlines())
     code, found = plan(capfd, folder, "--gpu", "8GiB", "--seq-len", 128, *GIVEN)
     assert code == 0

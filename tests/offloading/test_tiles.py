@@ -418,6 +418,16 @@ class Residual(nn.Module):
         return x + self.part(x.clone()) * self.gain[:64]
 
 
+def gradients_of_whole_sequences(offloaded: Offload, made: Callable[[], nn.Module]) -> nn.Module:
+    """Offload a model for tiles, train a batch, compare its gradients with a model's that has none, and return it."""
+    x = torch.randn(2, 150, 64, generator=torch.Generator().manual_seed(3))
+    whole, model = made(), offloaded(made(), tile_tokens=30)
+    for each in (whole, model):
+        each(x).backward()
+    assert bits.difference(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(whole))) is None
+    return model
+
+
 @pytest.mark.parametrize(
     ("part", "why"),
     [
@@ -445,11 +455,7 @@ def test_parts_that_need_the_whole_sequence_get_it(offloaded: Offload, part: Cal
         torch.manual_seed(0)
         return Layers(Residual(part()), Residual(part()))
 
-    x = torch.randn(2, 150, 64, generator=torch.Generator().manual_seed(3))
-    whole, model = made(), offloaded(made(), tile_tokens=30)
-    for each in (whole, model):
-        each(x).backward()
-    assert bits.difference(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(whole))) is None
+    model = gradients_of_whole_sequences(offloaded, made)
     (notice,) = [notice for notice in memascend.stats(model)["notices"] if "tile_tokens" in notice]
     assert "Residual runs on whole sequences" in notice
     assert re.search(why, notice)
@@ -549,11 +555,7 @@ def test_numbers_and_complex_outputs_that_no_tile_gives(offloaded: Offload) -> N
         torch.manual_seed(0)
         return Layers(Layer(Numbering()), Layer(Turning()))
 
-    x = torch.randn(2, 150, 64, generator=torch.Generator().manual_seed(3))
-    whole, model = made(), offloaded(made(), tile_tokens=30)
-    for each in (whole, model):
-        each(x).backward()
-    assert bits.difference(dict(tiny.gradients_of(model)), dict(tiny.gradients_of(whole))) is None
+    gradients_of_whole_sequences(offloaded, made)
 
 
 def test_a_thread_inside_a_part_leaves_others_their_tiles() -> None:

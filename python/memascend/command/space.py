@@ -34,14 +34,12 @@ def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Wo
     directories of a new store are looked at.
     """
     kept = kept_generations(settings)
-    folders = {os.stat(folder).st_dev: folder for folder in map(_existing, settings.store) if folder.is_dir()}
-    usages = [shutil.disk_usage(folder) for folder in folders.values()]
-    # Some filesystems in memory do not tell their size: it reads 0.
-    if settings.resume or settings.replace_store or not folders or not all(usage.total for usage in usages):
+    folders = _folders(settings.store)
+    free = _free_in(folders)
+    if settings.resume or settings.replace_store or free is None:
         return
     alone = ssd_space(units, config, work)
-    free = sum(usage.free for usage in usages)
-    where = f"{', '.join(map(str, folders.values()))} has {format_size(free)} free"
+    where = f"{', '.join(map(str, folders))} has {format_size(free)} free"
     needed = ssd_space(units, config, replace(work, kept=kept)).total()
     # Without room for durable steps a run without --durability does without them, and keeps nothing in the store.
     keeps = kept and work.period and (settings.durability != "auto" or free >= alone.total())
@@ -70,11 +68,20 @@ def _check_least(settings: Settings, space: Counter[str], free: int, where: str)
 
 
 def free_bytes(stores: Sequence[Path]) -> int | None:
-    """Return the bytes that are free in the directories of a store; None where they are devices, or there are none."""
-    if not stores or any(path.is_block_device() for path in stores):
-        return None
-    folders = {os.stat(folder).st_dev: folder for folder in map(_existing, stores)}
-    return sum(shutil.disk_usage(folder).free for folder in folders.values())
+    """Return the bytes that are free in the directories of a store; None where there are devices, or nothing tells."""
+    return None if any(path.is_block_device() for path in stores) else _free_in(_folders(stores))
+
+
+def _folders(stores: Sequence[Path]) -> list[Path]:
+    """Return the directories that are there, of a store's that may not be: one of each filesystem."""
+    existing = [folder for folder in map(_existing, stores) if folder.is_dir()]
+    return list({os.stat(folder).st_dev: folder for folder in existing}.values())
+
+
+def _free_in(folders: Sequence[Path]) -> int | None:
+    """Return the bytes that are free; None without folders, and on a filesystem in memory whose size reads 0."""
+    usages = [shutil.disk_usage(folder) for folder in folders]
+    return sum(usage.free for usage in usages) if usages and all(usage.total for usage in usages) else None
 
 
 def _named(settings: Settings) -> str:

@@ -159,7 +159,7 @@ def span(name: str) -> AbstractContextManager[Any]:
     """
     if _notes is not None:
         return _noted(name, _notes)
-    import torch  # Whoever reads a run's figures needs the names here, and not PyTorch.
+    import torch  # Readers of a run's figures need the names here, and not PyTorch.
 
     nvtx, profiled = torch.cuda.is_initialized(), torch._C._autograd._profiler_enabled()
     return _named(f"memascend: {name}", nvtx, profiled) if nvtx or profiled else _NOTHING
