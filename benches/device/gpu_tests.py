@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 #: Share of the time that is left for each part.
 SHARES = {"kernels": 0.4, "device": 0.9, "alone": 1.0}
-KERNELS, WORKERS = "kernels", 6
+KERNELS, WORKERS = "kernels", 8
 TEST_SECONDS = 60
 
 
