@@ -26,6 +26,8 @@ from _common import start as start_child
 from peak_memory import RUNS, SEED, SHAPES, model_directory, parameter_count, words
 
 SYSTEMS = ("sliced", "accumulated", "in memory")
+#: With DeepSpeed installed: parameters and states on NVMe, gradient_accumulation_steps of N.
+PEER = "zero-infinity"
 #: Limit of the traffic of any number of micro-batches, as a share of one's weights, states and gradients; and how far a
 #: forecast may be off.
 MOVED_MOST, FORECAST_OFF = 1.05, 0.03
@@ -40,18 +42,24 @@ def child(job: dict) -> dict:
 
     baseline = rss()["hwm"]
     count, sliced = job["count"], job["system"] == "sliced"
-    kind = "in-memory" if job["system"] == "in memory" else "memascend"
-    training = RUNS[kind](job["model_dir"], job["scratch"], job | ({"micro_batch_size": 1} if sliced else {}))
+    kind = {"in memory": "in-memory", PEER: PEER}.get(job["system"], "memascend")
+    own = {"micro_batch_size": 1} if sliced else {"accumulate": count} if kind == PEER else {}
+    training = RUNS[kind](job["model_dir"], job["scratch"], job | own)
     shape = (count, job["tokens"])
     ids = torch.randint(0, words(job["model"]), shape, generator=torch.Generator().manual_seed(SEED))
     steps = []
     for _ in range(job["warmup"] + job["steps"]):
         begin, before = time.perf_counter(), training.ssd_bytes() or (0, 0)
         total = 0.0
-        for part in (ids,) if sliced else ids.split(1):
-            loss = training.model(input_ids=part, labels=part).loss * (len(part) / count)
-            training.backward(loss)
-            total += float(loss.detach())
+        parts = (ids,) if sliced else ids.split(1)
+        for part in parts:
+            loss = training.model(input_ids=part, labels=part).loss
+            share = len(part) / count
+            # DeepSpeed divides by its accumulation steps itself, and takes a step at the last of them.
+            training.backward(loss if kind == PEER else loss * share)
+            if kind == PEER and part is not parts[-1]:
+                training.step()
+            total += float(loss.detach()) * share
             del loss
         training.step()
         moved = [after - earlier for after, earlier in zip(training.ssd_bytes() or (0, 0), before, strict=True)]
@@ -89,14 +97,16 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
         "count": count,
         "model": args.model,
         "model_dir": model_dir,
+        "shape": SHAPES[args.model],
         "scratch": str(scratch),
         "tokens": args.tokens,
         "host_memory": args.memory,
         "durability": "none",
-        "warmup": 2,
+        "warmup": args.warmup,
         "steps": args.steps,
     }
-    raw = start_child([sys.executable, __file__, "--child"], job, "micro_batches", workdir, args.timeout, {})
+    environment = {"DS_ACCELERATOR": "cpu"} if system == PEER else {}
+    raw = start_child([sys.executable, __file__, "--child"], job, "micro_batches", workdir, args.timeout, environment)
     return {
         "step_s": statistics.median(step["step_s"] for step in raw["steps"]),
         "read": statistics.mean(step["read"] for step in raw["steps"]),
@@ -127,7 +137,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
             "peak_bytes": max(each["peak_bytes"] for each in runs),
             "runs": runs,
         }
-        if system != "in memory":
+        if system not in ("in memory", PEER):
             entry["forecast"] = planned(model_dir, args, count, system == "sliced")
         entries.append(entry)
         rows.append(_row(entry, args.tokens, parameters))
@@ -189,7 +199,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
     parser.add_argument("--memory", type=size, help="host memory (default: the least that reads ahead)")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run, after two of warm-up")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
     parser.add_argument("--check", action="store_true", help="exit 1 where a limit is missed")
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--workdir", type=Path, help="on the drive to measure; empty (default: made here)")

@@ -228,7 +228,7 @@ class ZeroInfinityRun:
         zero.update(options.get("zero") or {})
         self.config = {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
+            "gradient_accumulation_steps": options.get("accumulate", 1),
             "bf16": {"enabled": True},
             "gradient_clipping": MAX_NORM,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 1e-2}},
