@@ -1,5 +1,6 @@
 //! Tensors whose gradients, steps and results are known: in memory, and as a unit of a store.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -138,6 +139,9 @@ pub struct Model {
     /// Whether fp32 gradients are kept in bf16.
     rounded: bool,
     seed: u64,
+    /// What was computed before: tests of power failures ask for the same steps a thousand times.
+    gradients: Mutex<HashMap<(usize, u64), Vec<u8>>>,
+    results: Mutex<HashMap<u64, State>>,
 }
 
 impl Model {
@@ -158,12 +162,14 @@ impl Model {
             unit[*offset..*offset + weights.len()].copy_from_slice(&weights);
             states.push(shape.rule.planes().iter().map(|plane| vec![0; plane.bytes(shape.numel)]).collect());
         }
-        Self { shapes, offsets, start: State { unit, states }, rounded: false, seed }
+        let start = State { unit, states };
+        let (gradients, results) = (Mutex::default(), Mutex::default());
+        Self { shapes, offsets, start, rounded: false, seed, gradients, results }
     }
 
     /// The same, with fp32 gradients stored in bf16 if `rounded`.
     pub fn with_gradients_rounded(self, rounded: bool) -> Self {
-        Self { rounded, ..self }
+        Self { rounded, results: Mutex::default(), ..self }
     }
 
     /// Parts of the unit: its tensors, and the frozen ones between them.
@@ -182,7 +188,9 @@ impl Model {
 
     pub fn gradient(&self, tensor: usize, step: u64) -> Vec<u8> {
         let shape = &self.shapes[tensor];
-        Random(self.seed ^ (step << 32) ^ (tensor as u64) << 16).values(shape.dtype(), shape.numel)
+        let seed = self.seed ^ (step << 32) ^ (tensor as u64) << 16;
+        let mut known = self.gradients.lock().unwrap();
+        known.entry((tensor, step)).or_insert_with(|| Random(seed).values(shape.dtype(), shape.numel)).clone()
     }
 
     /// The dtypes of a tensor's gradient.
@@ -210,6 +218,11 @@ impl Model {
 
     /// The result of `steps` steps in host memory.
     pub fn in_memory(&self, steps: u64) -> State {
+        let mut known = self.results.lock().unwrap();
+        known.entry(steps).or_insert_with(|| self.compute(steps)).clone()
+    }
+
+    fn compute(&self, steps: u64) -> State {
         let mut state = self.start.clone();
         for step in 1..=steps {
             for (tensor, shape) in self.shapes.iter().enumerate() {
