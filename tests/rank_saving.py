@@ -249,6 +249,7 @@ def delete_too_early(rank: int, ranks: int, folder: Path, victim: int) -> Any:
     model(batch(0))
     if rank == victim:
         die()
-    assert generations._commit is not None
-    generations._commit.wait()
+    commit = generations._phases.commit
+    assert commit is not None
+    commit.wait()
     memascend.delete_checkpoint(model, "one")

@@ -269,8 +269,6 @@ class SmallGenerations(Generations):
         return Moment(random={}, data=None, buffers=None)
 
     def _record(self) -> str:
-        self._written = False
-        self._recorded_moment = self._moment
         return json.dumps({"steps": self.steps, "ranks": self._session.membership.described})
 
 

@@ -33,12 +33,13 @@ from memascend.common.sizes import format_size
 from memascend.durable import exact_json
 from memascend.durable.model_buffers import ModelBuffers
 from memascend.durable.moment import Moment
+from memascend.durable.optimizers import JoinedOptimizers
+from memascend.durable.phases import CommitPhases, Phase
 from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
 from memascend.options import parse_durability
 
 if TYPE_CHECKING:
-    from memascend._memascend import Commit
     from memascend.durable.protocols import Optimizer, Session
 
 #: The tracked object whose state is taken at once when a step is taken. The states of the others
@@ -61,7 +62,7 @@ class Generations:
         #: room for a second copy of weights and states.
         self.period = parse_durability(session.options.durability)
         self._source = source
-        self._entries: list[_OptimizerEntry] = []
+        self._optimizers = JoinedOptimizers()
         #: States of a resumed run whose objects have not been given to `track` yet.
         self.waiting: dict[str, Any] = {}
         #: The record of a resumed run, until its first step.
@@ -72,23 +73,16 @@ class Generations:
         self._committed_steps = 0
         #: The optimizer whose step was counted since the last pass began.
         self._counted: weakref.ref[Optimizer] | None = None
-        #: What belongs to the last step, and what belonged to the generation recorded last.
+        #: What belongs to the last step.
         self._moment: Moment | None = None
-        self._recorded_moment: Moment | None = None
         #: The state of the tracked data as it was given to `track`, before the first step.
         self._first_data: Any = None
         #: Whether the store held a generation or snapshots when it was opened.
         self.taken_up = False
-        #: Whether the last commit lacks something: states were loaded, or schedulers had not
-        #: followed the step.
-        self._incomplete = False
-        #: Whether the program has written to weights since the last commit.
-        self._written = False
         #: Whether weights have changed since a pass began that no step has ended: they are those of no step.
         self.within_step = False
         self._buffers = ModelBuffers(session)
-        self._due: str | None = None
-        self._commit: Commit | None = None
+        self._phases = CommitPhases()
 
     @property
     def durable_steps(self) -> int:
@@ -110,16 +104,15 @@ class Generations:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that train the model, the oldest first."""
-        return [optimizer for entry in self._entries if (optimizer := entry.reference()) is not None]
+        return self._optimizers.living
 
     def join(self, optimizer: Optimizer) -> None:
         """Include an optimizer in every generation from now on."""
-        if all(joined is not optimizer for joined in self.optimizers):
-            self._entries.append(_OptimizerEntry(optimizer))
+        self._optimizers.join(optimizer)
 
     def leave(self, optimizer: Optimizer) -> None:
         """Leave out an optimizer that has taken no step: another one has its parameters."""
-        self._entries = [entry for entry in self._entries if entry.reference() is not optimizer]
+        self._optimizers.leave(optimizer)
 
     def track(self, objects: dict[str, Any]) -> None:
         """Include the states of `objects` in every generation, and load the states that a resumed run has for them.
@@ -141,11 +134,7 @@ class Generations:
             # Undo what the program did since it resumed: a new scheduler, for example, sets the
             # learning rate.
             restore_random_states(self._resumed["random"])
-            for entry, described in zip(self._entries, self._resumed["optimizers"], strict=False):
-                optimizer = entry.reference()
-                groups = optimizer.param_groups if optimizer else ()
-                for group, recorded in zip(groups, described["groups"], strict=False):
-                    group.update({name: value for name, value in recorded.items() if name != "params"})
+            self._optimizers.restore_groups(self._resumed["optimizers"])
 
     def _note_tracked(self, name: str, tracked: Any) -> None:
         """Add the state of an object that is tracked from now on to what belongs to the last step."""
@@ -208,12 +197,12 @@ class Generations:
         """
         if early:
             return self._wanted(ahead=1)
-        return bool(self.period) and (self._due is not None or self._unrecorded() or self._incomplete)
+        return bool(self.period) and (self._phases.record is not None or self._needs_record())
 
     def allows_early(self, optimizer: Optimizer) -> bool:
         """Whether updates may begin in the middle of a pass: `settle` would have none of the last step to apply."""
         stepped_since = self._counted is not None and self._counted() is optimizer
-        return not stepped_since and (self._due is None or self._commit is not None)
+        return not stepped_since and self._phases.phase is not Phase.DUE
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that a step was taken: its generation is committed with the next pass."""
@@ -221,12 +210,15 @@ class Generations:
         if self._counted is None or self._counted() is optimizer:
             self.steps += 1  # Steps of other optimizers before the next pass belong to the same step of the run.
             self._counted = weakref.ref(optimizer)
-        for entry in self._entries:
-            entry.options = None
-            if entry.reference() is optimizer and self._may_be_kept():
-                entry.alive = optimizer
+        may_be_kept = self._may_be_kept()
+        self._optimizers.stepped(optimizer, holds=may_be_kept)
         self.within_step = False
-        self._moment = self._take_moment() if self._may_be_kept() else None
+        if may_be_kept:
+            self._moment = self._take_moment()
+            self._phases.step()
+        else:
+            self._moment = None
+            self._phases.forget()
 
     def begin(self, late: bool = False) -> None:
         """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that.
@@ -235,9 +227,8 @@ class Generations:
         """
         self._counted = None
         self.begin_part(late)
-        if self._due is None and (self._unrecorded() or self._incomplete):
-            self._due = self._record()
-            self._incomplete = False
+        if self._needs_record():
+            self._phases.due(self._record(), partial=False)
 
     def begin_part(self, late: bool = False) -> None:
         """Note that a part of the model is about to run: what belongs to the last step is taken before that changes it.
@@ -249,24 +240,24 @@ class Generations:
             if not self._may_be_kept():
                 return
             # Before the first step: there is nothing new to commit.
-            moment = self._moment = self._recorded_moment = self._take_moment()
+            moment = self._moment = self._take_moment()
         elif moment.passed:
             return
         elif not late:
             moment.buffers = self._buffers.changed()
         moment.tracked = self._tracked_states(moment)
-        for entry in self._entries:
-            entry.note_options()
+        self._optimizers.note_options()
         moment.passed = True
 
     def start(self) -> None:
         """Start committing the generation that is due, once all updates of its step have been submitted."""
-        if self._due is None or self._commit is not None:
+        record = self._phases.record
+        if record is None or self._phases.phase is not Phase.DUE:
             return
         streamer = self._session.streamer
         if not streamer.deferred():
             with uninterrupted():
-                self._commit = self._session.runtime.commit(self._due, streamer.tickets())
+                self._phases.start(self._session.runtime.commit(record, streamer.tickets()))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
@@ -281,20 +272,21 @@ class Generations:
             # model.
             self._session.streamer.apply_updates()
             self.begin(late=True)
-        if self._due is not None and self._commit is None:
+        if self._phases.phase is Phase.DUE:
             self._session.streamer.apply_updates()
             self.start()
-        if self._commit is not None:
+        commit = self._phases.commit
+        if commit is not None:
             try:
                 with self._session.timeline.waiting("ssd_write"):
-                    self._commit.wait()
+                    commit.wait()
             except MemascendError as error:
-                self._commit = None
+                self._phases.fail()
                 if isinstance(error, StoreError) and error.errno == errno.EFBIG and error.operation is None:
                     self._refuse_record(error)
                 raise
             self._meet_ranks()
-            self._commit = self._due = None
+            self._phases.finish()
             self._committed_steps = self.steps
 
     def _meet_ranks(self) -> None:
@@ -308,9 +300,10 @@ class Generations:
 
         The generation before it stays. Later steps have records of their own.
         """
-        assert self._due is not None
-        tracked = json.loads(self._due)["tracked"]
-        self._due = None
+        record = self._phases.record
+        assert record is not None
+        tracked = json.loads(record)["tracked"]
+        self._phases.refuse()
         if self._moment is not None:
             self._moment.tracked = None  # The program may make them smaller.
         if tracked:
@@ -322,8 +315,7 @@ class Generations:
     def commit(self) -> None:
         """Make the present state of the run a durable generation. Apply all updates before."""
         self.settle()
-        unsaved = self._moment is not self._recorded_moment or self.steps != self._committed_steps or self._written
-        if self.period and unsaved:
+        if self.period and (self._phases.is_unsaved or self.steps != self._committed_steps):
             self.keep()
 
     def keep(self) -> None:
@@ -340,11 +332,9 @@ class Generations:
             moment = self._moment = self._take_moment()
         elif not moment.passed:
             moment.buffers = self._buffers.changed()
-        self._due = self._record()
+        # Schedulers may follow the step only after a partial record. Their new states are committed with the next pass.
+        self._phases.due(self._record(), partial=stepped and not moment.passed)
         self.settle()
-        # Schedulers may follow the step only now. Their new states are committed with the next
-        # pass.
-        self._incomplete = stepped and not moment.passed
         if moment.passed and self._buffers.changed() is not None:
             _log.warning(
                 "a pass with gradients has changed buffers of the model and no optimizer step has followed: the store "
@@ -355,18 +345,18 @@ class Generations:
     def changed(self) -> None:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
         if self.period and self._session.runtime.generation:
-            self._moment, self._incomplete = self._take_moment(), True
+            moment = self._take_moment()
+            self._phases.load()
+            self._moment = moment
         elif self._moment is not None and self._moment.passed:
             self._forget_moment()
-        for entry in self._entries:
-            entry.options = None
+        self._optimizers.forget_options()
 
     def _forget_moment(self) -> None:
         """Have the present state be the one that is committed next, and not that of the last step."""
-        self._moment = self._recorded_moment = None
-        self._incomplete = self.within_step = False
-        for entry in self._entries:
-            entry.options = None
+        self._phases.forget()
+        self._moment, self.within_step = None, False
+        self._optimizers.forget_options()
 
     def before_write(self) -> None:
         """Wait until no generation is due: the program is about to change weights beside a step.
@@ -375,33 +365,36 @@ class Generations:
         """
         if self.period:
             self.settle()
-            self._written = True
         if self._moment is not None and self._moment.passed:
             # Weights that nothing but the program trains are as it leaves them.
-            self.within_step = bool(self._entries) and self.steps > 0
+            self.within_step = bool(self._optimizers) and self.steps > 0
             if not self.within_step:
                 self._forget_moment()
+        if self.period:
+            self._phases.write()
 
     def leave_out(self) -> bool:
         """Commit no generation of the last step, since its weights were changed before that was done.
 
         Returns whether the step had been committed by then, or was being committed.
         """
-        if self._commit is not None or not self.period or self.steps == self._committed_steps:
+        committing = self._phases.phase is Phase.COMMITTING
+        if committing or not self.period or self.steps == self._committed_steps:
             self.settle()
             return bool(self.period)
-        self._due = None
+        self._phases.drop()
         self._forget_moment()
         self.within_step = True
         return False
 
     def abandon(self) -> None:
         """Wait for the end of a commit under way, even if it fails."""
-        if self._commit is not None:
+        commit = self._phases.commit
+        if commit is not None:
             with suppress(MemascendError):  # The generation before it stays.
-                self._commit.wait()
+                commit.wait()
                 self._committed_steps = self.steps
-            self._commit = None
+            self._phases.fail()
 
     def take_up(self, record: dict[str, Any]) -> None:
         """Go on from the record of a store."""
@@ -411,15 +404,16 @@ class Generations:
         self._resumed = {"random": record["random"], "optimizers": record["optimizers"]}
         self._buffers.take_up(record["buffers"])
         data = exact_json.encode(self.waiting.get(_TAKEN_WITH_THE_STEP), _TAKEN_WITH_THE_STEP)
-        self._moment = self._recorded_moment = Moment(random=record["random"], data=data, buffers=None)
+        self._moment = Moment(random=record["random"], data=data, buffers=None)
 
     def _wanted(self, ahead: int = 0) -> bool:
         """Whether a generation is due after so many steps more."""
         return bool(self.period) and self.steps + ahead - self._committed_steps >= (self.period or 1)
 
-    def _unrecorded(self) -> bool:
-        """Whether the last step is to be durable and has no record yet."""
-        return self._moment is not None and self._moment is not self._recorded_moment and self._wanted()
+    def _needs_record(self) -> bool:
+        """Whether the next pass is to record the last step."""
+        phase = self._phases.phase
+        return phase in (Phase.PARTIAL, Phase.OWED) or (phase is Phase.STEPPED and self._wanted())
 
     def _may_be_kept(self) -> bool:
         """Whether a step may become a generation, if only because the store is to stay when it is closed."""
@@ -447,70 +441,17 @@ class Generations:
     def _record(self) -> str:
         """Write changed weights and buffers to the store and return the record of the last step."""
         self._session.streamer.clean()
-        self._written = False
         moment = self._moment or self._take_moment()
         self._buffers.write(moment.buffers)
         moment.buffers = None
-        text = record_text(
+        return record_text(
             steps=self.steps,
             source=self._source,
             options=self._session.options,
             units=self._session.units,
             buffers=self._buffers.described,
-            optimizers=self._describe_optimizers(),
+            optimizers=self._optimizers.describe(self._session),
             random_numbers=moment.random,
             tracked=self._tracked_states(moment) if moment.tracked is None else moment.tracked,
             ranks=None if self._session.membership is None else self._session.membership.described,
         )
-        self._recorded_moment = moment
-        return text
-
-    def _describe_optimizers(self) -> list[dict[str, Any]]:
-        """Describe the optimizers, including those that are gone but whose states are still in the store."""
-        session = self._session
-        for entry in self._entries:
-            optimizer = entry.reference()
-            if optimizer is not None:
-                entry.described = optimizer.describe(session) if optimizer.trains_only(session) else None
-                entry.restore_options()
-            elif entry.described is not None:
-                places = {place.name: place for place in session.places}
-                for name in list(entry.described["states"]):
-                    owner = places[name].owner
-                    if owner is not None and owner() is not None:  # Another optimizer has taken them over.
-                        del entry.described["states"][name]
-            entry.alive = None
-        self._entries = [
-            entry
-            for entry in self._entries
-            if entry.reference() is not None or (entry.described is not None and entry.described["states"])
-        ]
-        return [entry.described for entry in self._entries if entry.described is not None]
-
-
-class _OptimizerEntry:
-    """An optimizer of the model, and its latest description."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.reference: weakref.ref[Optimizer] = weakref.ref(optimizer)
-        #: Outlives the optimizer, since its states stay in the store.
-        self.described: dict[str, Any] | None = None
-        #: Keeps the optimizer alive from a step until it has been described.
-        self.alive: Optimizer | None = None
-        #: The options of its groups when the present pass began: the program may change them before the next step.
-        self.options: list[dict[str, Any]] | None = None
-
-    def note_options(self) -> None:
-        """Keep the options of the groups as they are now."""
-        optimizer = self.reference()
-        if optimizer is not None:
-            self.options = [
-                exact_json.encode({name: value for name, value in group.items() if name != "params"}, "a group")
-                for group in optimizer.param_groups
-            ]
-
-    def restore_options(self) -> None:
-        """Put the options that were kept, if any, into the description."""
-        if self.described is not None and self.options is not None:
-            for group, options in zip(self.described["groups"], self.options, strict=False):
-                group.update(options)
