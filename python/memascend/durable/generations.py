@@ -28,6 +28,8 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.durable import exact_json
@@ -38,9 +40,13 @@ from memascend.durable.phases import CommitPhases, Phase
 from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
 from memascend.options import parse_durability
+from memascend.residency.states import stay_whole
 
 if TYPE_CHECKING:
+    from memascend._memascend import Runtime
     from memascend.durable.protocols import Optimizer, Session
+    from memascend.layout.units import Unit
+    from memascend.residency.host import Streamer
 
 #: The tracked object whose state is taken at once when a step is taken. The states of the others
 #: are taken when the next pass begins, after schedulers and scalers have followed the step.
@@ -52,12 +58,14 @@ _log = logging.getLogger("memascend")
 class Generations:
     """The generations of one offloaded model."""
 
-    def __init__(self, session: Session, source: dict[str, Any]) -> None:
-        """Commit as the session's `durability` says; `source` describes how to make the model again.
+    def __init__(self, session: Session, runtime: Runtime, streamer: Streamer, source: dict[str, Any]) -> None:
+        """Commit to the store of `runtime` as the session's `durability` says, after the updates of `streamer`.
 
-        Raises ValueError for an unknown `durability`.
+        `source` describes how to make the model again. Raises ValueError for an unknown `durability`.
         """
         self._session_reference = weakref.ref(session)
+        self._runtime = runtime
+        self._streamer = streamer
         #: Steps between generations; 0 for none; None until it is known whether the volumes have
         #: room for a second copy of weights and states.
         self.period = parse_durability(session.options.durability)
@@ -81,7 +89,7 @@ class Generations:
         self.taken_up = False
         #: Whether weights have changed since a pass began that no step has ended: they are those of no step.
         self.within_step = False
-        self._buffers = ModelBuffers(session)
+        self._buffers = ModelBuffers(session, runtime)
         self._phases = CommitPhases()
 
     @property
@@ -160,7 +168,7 @@ class Generations:
         """
         session = self._session
         alone = optimizer.trains_only(session)
-        if not alone and (self.period or (self.period is None and session.runtime.generation)):
+        if not alone and (self.period or (self.period is None and self._runtime.generation)):
             optimizer.describe(session)  # Raises, naming the reason.
         if self.period is None and not alone:
             self.period = 0
@@ -175,11 +183,11 @@ class Generations:
     def _period_with_room(self, missing_bytes: int, spare_bytes: int) -> int:
         session = self._session
         try:
-            session.runtime.check_room(missing_bytes + spare_bytes)
+            self._runtime.check_room(missing_bytes + spare_bytes)
         except StoreError:
-            if session.runtime.generation:  # Updates in place would write over this generation.
+            if self._runtime.generation:  # Updates in place would write over this generation.
                 raise
-            session.runtime.check_room(missing_bytes)
+            self._runtime.check_room(missing_bytes)
             session.notices.append(
                 f"the store has no room for {format_size(spare_bytes)} more, which a second copy of weights and states "
                 "would take: they are updated in place, and a run that is killed cannot be resumed "
@@ -191,10 +199,16 @@ class Generations:
     # ---- the course of a step -----------------------------------------------------------------------------
 
     def writes_through(self, early: bool = False) -> bool:
-        """Whether a durable step is due, so that updates write at once what could stay in memory.
+        """Return whether updates, in the backward pass if `early`, write at once what stays in memory.
 
-        With `early` the step is yet to follow its updates.
+        Where only a part stays, the drives have enough to do beside the forward pass: the commit writes it beside the
+        backward pass, in which they would be idle.
         """
+        tensors = (tensor for unit in self._session.units for tensor in unit.tensors)
+        return self.makes_durable(early) and stay_whole(tensors)
+
+    def makes_durable(self, early: bool = False) -> bool:
+        """Return whether the last step is to be durable; with `early`, the step that is yet to follow its updates."""
         if early:
             return self._wanted(ahead=1)
         return bool(self.period) and (self._phases.record is not None or self._needs_record())
@@ -254,10 +268,9 @@ class Generations:
         record = self._phases.record
         if record is None or self._phases.phase is not Phase.DUE:
             return
-        streamer = self._session.streamer
-        if not streamer.deferred():
+        if not self._streamer.deferred():
             with uninterrupted():
-                self._phases.start(self._session.runtime.commit(record, streamer.tickets()))
+                self._phases.start(self._runtime.commit(record, self._streamer.tickets()))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
@@ -266,14 +279,14 @@ class Generations:
         committed; the next call tries again, unless the generation's record is too large.
         """
         # On every rank, although only those with deferred updates need their buffers for them below.
-        self._session.streamer.forget_last_use()
+        self._streamer.forget_last_use()
         if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
             # No pass of the whole model since its last step: the training loop calls parts of the
             # model.
-            self._session.streamer.apply_updates()
+            self._streamer.apply_updates()
             self.begin(late=True)
         if self._phases.phase is Phase.DUE:
-            self._session.streamer.apply_updates()
+            self._streamer.apply_updates()
             self.start()
         commit = self._phases.commit
         if commit is not None:
@@ -293,7 +306,7 @@ class Generations:
         """Wait until every rank has the generation: until then, any of them may have to go back to the one before."""
         membership = self._session.membership
         if membership is not None:
-            membership.ranks.meet(f"have generation {self._session.runtime.generation} on every rank")
+            membership.ranks.meet(f"have generation {self._runtime.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
         """Give up a record that does not fit into the manifest, and raise an error that names what is large in it.
@@ -344,7 +357,7 @@ class Generations:
 
     def changed(self) -> None:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
-        if self.period and self._session.runtime.generation:
+        if self.period and self._runtime.generation:
             moment = self._take_moment()
             self._phases.load()
             self._moment = moment
@@ -372,6 +385,24 @@ class Generations:
                 self._forget_moment()
         if self.period:
             self._phases.write()
+
+    def note_surprise(self, unit: Unit) -> None:
+        """Commit no generation whose weights a module has changed in its forward without a sign of it before.
+
+        Raises StoreError where the store has the unit's weights neither as they were nor as they are.
+        """
+        _log.warning(
+            "%s writes to its own weights in its forward: from now on each pass waits there until the step before is "
+            "durable",
+            unit.name,
+        )
+        if not self.leave_out():
+            return
+        # The last update of the unit may have been on its way to the drives while its module wrote.
+        for tensor_id, _, nbytes in unit.weights:
+            stored = torch.empty(nbytes, dtype=torch.uint8)
+            # Raises for bytes without their checksum.
+            self._runtime.read(tensor_id, stored.data_ptr(), nbytes)
 
     def leave_out(self) -> bool:
         """Commit no generation of the last step, since its weights were changed before that was done.
@@ -440,7 +471,7 @@ class Generations:
 
     def _record(self) -> str:
         """Write changed weights and buffers to the store and return the record of the last step."""
-        self._session.streamer.clean()
+        self._streamer.clean()
         moment = self._moment or self._take_moment()
         self._buffers.write(moment.buffers)
         moment.buffers = None

@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
-from memascend.errors import MemascendError, closed_error
+from memascend.errors import MemascendError
 from memascend.layout.division import divide
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
@@ -43,8 +43,8 @@ def offload_of(model: nn.Module) -> Session:
     session = find_offload(model)
     if session is None:
         raise MemascendError("the model is not offloaded: use memascend.offload or memascend.from_pretrained")
-    if session.runtime.closed:
-        raise closed_error(session.runtime, "the model was closed")
+    if session.closed:
+        raise session.closed_error("the model was closed")
     return session
 
 
@@ -58,9 +58,9 @@ def sessions_of(model: nn.Module) -> list[Session]:
     own = find_offload(model)
     if own is not None:
         sessions[own] = None
-    closed = next((session for session in sessions if session.runtime.closed), None)
+    closed = next((session for session in sessions if session.closed), None)
     if closed is not None:
-        raise closed_error(closed.runtime, "the model was closed")
+        raise closed.closed_error("the model was closed")
     return list(sessions)
 
 
@@ -90,9 +90,9 @@ def set_host_memory(model: nn.Module, host_memory: str | int) -> None:
     """
     session = offload_of(model)
     if host_memory == AUTO:
-        session.follow_machine()
+        session.host_budget.follow_machine()
     else:
-        session.set_host_memory(parse_size(host_memory))
+        session.host_budget.set(parse_size(host_memory))
 
 
 def set_device_memory(model: nn.Module, device_memory: str | int) -> None:
@@ -122,7 +122,7 @@ def _check_not_offloaded(model: nn.Module) -> None:
     if session is not None:
         raise MemascendError(
             "the model was closed: its weights are no longer in it; make it anew, or resume its store"
-            if session.runtime.closed
+            if session.closed
             else "the model is offloaded already"
         )
 

@@ -28,8 +28,6 @@ from memascend.plan.host import updates_early
 from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memascend._memascend import Ticket
     from memascend.common.timeline import Timeline
     from memascend.durable.generations import Generations
@@ -52,15 +50,10 @@ class EarlyUpdates:
         generations: Generations,
         timeline: Timeline,
         in_flight_bytes: int,
-        writes_through: Callable[[], bool],
     ) -> None:
-        """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most.
-
-        `writes_through` says whether updates write at once what stays in memory.
-        """
+        """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most."""
         self._streamer = streamer
         self._generations = generations
-        self._writes_through = writes_through
         self._timeline = timeline
         self._in_flight_bytes = in_flight_bytes
         #: Updates under way and their gradients, the oldest first.
@@ -97,7 +90,7 @@ class EarlyUpdates:
         return optimizer if optimizer is not None and self._generations.allows_early(optimizer) else None
 
     def _update(self, tensor: StoreTensor, segment: Segment) -> Update:
-        return Update(tensor, [segment], captured=False, write_through=self._writes_through())
+        return Update(tensor, [segment], captured=False, write_through=self._generations.writes_through(early=True))
 
     def _note_taken(self, place: Place, optimizer: Optimizer, segment: Segment) -> None:
         """Note that the update of a parameter was started."""

@@ -303,7 +303,7 @@ class Hooks:
                 name, original = "_compiled_call_impl", compiled or module._call_impl
             else:
                 name, original = "forward", module.forward
-            in_turn = self.session.streamer.turns.around(around(original), "a forward pass")
+            in_turn = self.session.turns.around(around(original), "a forward pass")
             self._replace(module, name, torch.compiler.disable(in_turn))
             if whole and compiled is not None:
                 self._say_uncompiled(module)
@@ -360,7 +360,7 @@ class Hooks:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._check_process()
-            if session.streamer.depth == 0 and torch.is_grad_enabled():
+            if not session.in_pass and torch.is_grad_enabled():
                 session.generations.begin_part()
             wanted = recompute and (
                 session.options.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
@@ -368,10 +368,10 @@ class Hooks:
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of
                 # weights already.
-                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not collected_by_checkpoint()
+                alone = not session.in_pass and torch.is_grad_enabled() and not collected_by_checkpoint()
                 with self.saving_names() if alone else nullcontext():
                     result = run(*args, **kwargs)
-                return conceal(result, session) if session.streamer.depth == 0 else result
+                return conceal(result, session) if not session.in_pass else result
             kwargs = caches_as_checkpointed(module, kwargs)
             check_caches(module, kwargs)
             places = [place for unit in needed for place in unit.places]
@@ -460,7 +460,7 @@ class Hooks:
                 self._say_uncompiled(model)
             check_transforms("the model")
             streamer.refuse_early()
-            session.fit_memory(grad)
+            session.host_budget.fit(grad)
             if grad:
                 self._watch_gradients()
                 session.generations.begin()
@@ -501,7 +501,7 @@ class Hooks:
         """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""
         model = self.session.model()
         assert model is not None, "the caller holds the model"
-        return self.session.streamer.turns.around(self._whole(model, function), "a forward pass")
+        return self.session.turns.around(self._whole(model, function), "a forward pass")
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""

@@ -22,56 +22,25 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
 
-from memascend.errors import MemascendError, closed_error
+from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.offloading.buffers import version_of
 from memascend.offloading.places import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
-    from memascend._memascend import Runtime
+    from memascend.durable.protocols import Session
     from memascend.layout.units import Place
-    from memascend.residency.host import Streamer
 
 
 #: What an error says of a function that gives a tensor other memory.
 OTHER_MEMORY = "would change its memory: copy values by .data.copy_(...), and resize before memascend.offload"
-
-
-class Gradients(Protocol):
-    """The gradients that a session keeps; see `memascend.offloading.gradients.GradientCapture`."""
-
-    def values(self, place: Place, /) -> torch.Tensor:
-        """Return a copy of a gradient: (elements of the parameter,)."""
-
-    def replace(self, place: Place, values: torch.Tensor, /) -> None:
-        """Keep other values instead."""
-
-    def fill(self, place: Place, value: float, /) -> None:
-        """Set every element of a gradient to a value."""
-
-
-class Session(Protocol):
-    """The offloaded state of one model; see `memascend.offloading.session.Session`."""
-
-    runtime: Runtime
-    streamer: Streamer
-    #: Over which ranks the store is divided, if it is.
-    membership: Any
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients that are kept."""
-
-    def saving_names(self) -> AbstractContextManager[Any]:
-        """Have autograd save names of weights instead of views of them."""
 
 
 @dataclass(slots=True)
@@ -253,9 +222,9 @@ def locate(tensor: torch.Tensor) -> tuple[Session, Place, Source | None]:
         located = None if place is None else place_of(place.parameter)
     else:
         source, located = None, place_of(tensor)
-    if located is None or located[0].runtime.closed:
+    if located is None or located[0].closed:
         message = "the model of this parameter was closed: its weights are no longer on the store"
-        raise MemascendError(message) if located is None else closed_error(located[0].runtime, message)
+        raise MemascendError(message) if located is None else located[0].closed_error(message)
     return *located, source
 
 

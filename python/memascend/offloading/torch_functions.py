@@ -27,7 +27,6 @@ from memascend.offloading.stand_ins import (
     Loan,
     OffloadedParameter,
     OffloadedTensor,
-    Session,
     alias_of,
     assign,
     copy_of,
@@ -46,6 +45,7 @@ from memascend.vocabulary.tables import find_tables_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from memascend.durable.protocols import Session
     from memascend.layout.units import Place
     from memascend.vocabulary.tables import Table
 
@@ -114,7 +114,7 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 def _table_of(weight: torch.Tensor) -> tuple[Any, Place] | None:
     """Return session and place of a parameter that is a table on the store, and not in memory as a whole."""
     located = place_of(weight) if isinstance(weight, OffloadedParameter) else None
-    if located is None or not located[1].tensor.unit.is_table or located[0].runtime.closed:
+    if located is None or not located[1].tensor.unit.is_table or located[0].closed:
         return None
     return located
 
