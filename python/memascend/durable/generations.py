@@ -5,9 +5,9 @@ been submitted, a native thread waits for the writes, flushes the drives and wri
 pass computes. The next step waits for that commit. A generation is the tensors on the SSD and one JSON text, the
 record (`memascend.durable.record`).
 
-Between the beginning of a pass and the step that ends it, weights and states are those of the step before, while
-buffers, random numbers and tracked objects are on their way to the next. What is committed then has those of the step
-before too (`memascend.durable.moment`).
+Between the beginning of a pass and the step that ends it, weights and states belong to the step before, while
+buffers, random numbers and tracked objects are on their way to the next. A commit in between takes all of them from the
+step before (`memascend.durable.moment`).
 
 Updates of a step that is to be durable write resident data at once (`writes_through`), beside the forward pass, if all
 states are resident; where some are read there, the drives have enough to do, and the commit writes resident data beside
@@ -81,13 +81,13 @@ class Generations:
         self._committed_steps = 0
         #: The optimizer whose step was counted since the last pass began.
         self._counted: weakref.ref[Optimizer] | None = None
-        #: What belongs to the last step.
+        #: The state of the last step.
         self._moment: Moment | None = None
         #: The state of the tracked data as it was given to `track`, before the first step.
         self._first_data: Any = None
         #: Whether the store held a generation or snapshots when it was opened.
         self.taken_up = False
-        #: Whether weights have changed since a pass began that no step has ended: they are those of no step.
+        #: Whether weights have changed since a pass began that no step has ended, so that they belong to no step.
         self.within_step = False
         self._buffers = ModelBuffers(session, runtime)
         self._phases = CommitPhases()
@@ -97,7 +97,7 @@ class Generations:
         """Steps in the generation that was committed last."""
         return self._committed_steps
 
-    # ---- what belongs to a generation ---------------------------------------------------------------------
+    # ---- the contents of a generation ---------------------------------------------------------------------
 
     @property
     def _session(self) -> Session:
@@ -131,7 +131,7 @@ class Generations:
         for name, tracked in objects.items():
             if not all(callable(getattr(tracked, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise TypeError(f"{name} is a {type(tracked).__name__} without state_dict() and load_state_dict()")
-            exact_json.encode(tracked.state_dict(), name)  # Raises now for what no record can hold.
+            exact_json.encode(tracked.state_dict(), name)  # Raises now for a state that no record can hold.
         for name, tracked in objects.items():
             if name in self.waiting:
                 tracked.load_state_dict(self.waiting[name])
@@ -139,13 +139,13 @@ class Generations:
             self._tracked[name] = tracked
             self._note_tracked(name, tracked)
         if self._resumed is not None:
-            # Undo what the program did since it resumed: a new scheduler, for example, sets the
+            # Undo changes since the program resumed: a new scheduler, for example, sets the
             # learning rate.
             restore_random_states(self._resumed["random"])
             self._optimizers.restore_groups(self._resumed["optimizers"])
 
     def _note_tracked(self, name: str, tracked: Any) -> None:
-        """Add the state of an object that is tracked from now on to what belongs to the last step."""
+        """Add the state of an object that is tracked from now on to the state of the last step."""
         moment = self._moment
         state = exact_json.encode(tracked.state_dict(), name)
         if name == _TAKEN_WITH_THE_STEP:
@@ -161,8 +161,8 @@ class Generations:
 
         Args:
             optimizer: the optimizer that makes room for its states.
-            missing_bytes: what its states and gradients take in the store beyond what is there.
-            spare_bytes: what second slots take in addition.
+            missing_bytes: bytes that its states and gradients take in the store beyond the present tensors.
+            spare_bytes: bytes that second slots take in addition.
 
         Raises StoreError where the volumes have no room, MemascendError where `durability` cannot be had.
         """
@@ -199,10 +199,10 @@ class Generations:
     # ---- the course of a step -----------------------------------------------------------------------------
 
     def writes_through(self, early: bool = False) -> bool:
-        """Return whether updates, in the backward pass if `early`, write at once what stays in memory.
+        """Return whether updates, in the backward pass if `early`, write resident data at once.
 
-        Where only a part stays, the drives have enough to do beside the forward pass: the commit writes it beside the
-        backward pass, in which they would be idle.
+        Where only a part is resident, the drives have enough to do beside the forward pass: the commit writes it beside
+        the backward pass, in which they would be idle.
         """
         tensors = (tensor for unit in self._session.units for tensor in unit.tensors)
         return self.makes_durable(early) and stay_whole(tensors)
@@ -214,7 +214,7 @@ class Generations:
         return bool(self.period) and (self._phases.record is not None or self._needs_record())
 
     def allows_early(self, optimizer: Optimizer) -> bool:
-        """Whether updates may begin in the middle of a pass: `settle` would have none of the last step to apply."""
+        """Return whether updates may begin in the middle of a pass: `settle` would apply none of the last step."""
         stepped_since = self._counted is not None and self._counted() is optimizer
         return not stepped_since and self._phases.phase is not Phase.DUE
 
@@ -235,7 +235,7 @@ class Generations:
             self._phases.forget()
 
     def begin(self, late: bool = False) -> None:
-        """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that.
+        """Note that a pass begins. If a generation is due, record its state before the pass changes it.
 
         `late` says that the program has used weights since the step: buffers are taken as they were then.
         """
@@ -245,7 +245,7 @@ class Generations:
             self._phases.due(self._record(), partial=False)
 
     def begin_part(self, late: bool = False) -> None:
-        """Note that a part of the model is about to run: what belongs to the last step is taken before that changes it.
+        """Note that a part of the model is about to run: the state of the last step is taken before.
 
         Steps of other optimizers that follow still belong to the same step of the run.
         """
@@ -309,7 +309,7 @@ class Generations:
             membership.ranks.meet(f"have generation {self._runtime.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
-        """Give up a record that does not fit into the manifest, and raise an error that names what is large in it.
+        """Give up a record that does not fit into the manifest, and raise an error that names the largest part.
 
         The generation before it stays. Later steps have records of their own.
         """
@@ -366,7 +366,7 @@ class Generations:
         self._optimizers.forget_options()
 
     def _forget_moment(self) -> None:
-        """Have the present state be the one that is committed next, and not that of the last step."""
+        """Have the next commit take the present state, and not the state of the last step."""
         self._phases.forget()
         self._moment, self.within_step = None, False
         self._optimizers.forget_options()
@@ -438,22 +438,22 @@ class Generations:
         self._moment = Moment(random=record["random"], data=data, buffers=None)
 
     def _wanted(self, ahead: int = 0) -> bool:
-        """Whether a generation is due after so many steps more."""
+        """Return whether a generation is due after so many steps more."""
         return bool(self.period) and self.steps + ahead - self._committed_steps >= (self.period or 1)
 
     def _needs_record(self) -> bool:
-        """Whether the next pass is to record the last step."""
+        """Return whether the next pass is to record the last step."""
         phase = self._phases.phase
         return phase in (Phase.PARTIAL, Phase.OWED) or (phase is Phase.STEPPED and self._wanted())
 
     def _may_be_kept(self) -> bool:
-        """Whether a step may become a generation, if only because the store is to stay when it is closed."""
+        """Return whether a step may become a generation, if only because the store is to stay when it is closed."""
         return self.period != 0 or bool(self._session.keep_store) or self.taken_up
 
     # ---- the record ---------------------------------------------------------------------------------------
 
     def _take_moment(self) -> Moment:
-        """Return what has to be taken at the step itself: the next batch changes it."""
+        """Return the state that has to be taken at the step itself, since the next batch changes it."""
         data = self._tracked.get(_TAKEN_WITH_THE_STEP)
         if self.steps == 0 and self._first_data is not None:
             state = self._first_data

@@ -32,7 +32,7 @@ class ModelBuffers:
         """Begin with nothing written to the store of `runtime`."""
         self._session_reference = weakref.ref(session)
         self._runtime = runtime
-        #: CRC-32 of what was written last, by name in the store.
+        #: CRC-32 of the bytes that were written last, by name in the store.
         self._checksums: dict[str, int] = {}
         #: Name, dtype and shape of each buffer, in the order of their bytes.
         self.described: list[list[Any]] = []
@@ -65,7 +65,7 @@ class ModelBuffers:
         return {"described": described, "copies": copies}
 
     def write(self, changed: dict[str, Any] | None) -> None:
-        """Write what `changed` returned."""
+        """Write the copies that `changed` returned."""
         if changed is None:
             return
         runtime = self._runtime

@@ -86,7 +86,7 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     def trains_only(self, session: Session, /) -> bool:
-        """Whether every parameter of the optimizer is one of the session's model."""
+        """Return whether every parameter of the optimizer is one of the session's model."""
 
     def projection_of(self, parameter: nn.Parameter, /) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
@@ -101,7 +101,7 @@ class Optimizer(Protocol):
         """Complete the update, which is about to be started."""
 
     def measured_early(self, parameter: nn.Parameter, projection: Projection, address: int, /) -> Measured | None:
-        """Return what completes the update once a device has measured the gradient."""
+        """Return the values that complete the update once a device has measured the gradient."""
 
     def took_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Note that the update was taken."""
