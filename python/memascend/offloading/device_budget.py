@@ -66,7 +66,7 @@ class DeviceBudget:
             try:
                 streamer.change_device_plan(plan)
             except DeviceError:
-                # Another process was quicker: go on with what there was.
+                # Another process was quicker: go on with the plan of before.
                 streamer.change_device_plan(before)
                 raise
             self.plan, self.computing = plan, computing

@@ -1,7 +1,7 @@
 """Updates in the backward pass: each large tensor is updated as soon as autograd has made its gradient.
 
 The gradient then never goes to the SSD. The bits are those of an update after `optimizer.step()`, since `step` refuses
-to follow where its options, or the gradients that it would use, are not those of the updates.
+to follow where its options, or the gradients that it would use, differ from the options and gradients of the updates.
 
 A weight's node in the graph runs after all nodes that use the weight, so its bytes can change in the unit's buffer
 while the rest of the layer goes on; names in the graph carry versions, so a later use is refused. Uses that give the
@@ -101,7 +101,7 @@ class EarlyUpdates:
         place.parameter.grad = place.marker
 
     def _is_viewed(self, place: Place) -> bool:
-        """Whether anything may still read the weight where it is: a part of the graph that gives it no gradient."""
+        """Return whether a part of the graph that gives the weight no gradient may still read it in place."""
         storage = self._streamer.residencies[place.tensor.unit].storage
         if storage is None or _use_count is None:
             return True

@@ -1,6 +1,6 @@
 """Updates in the backward pass of a device: a gradient is applied chunk by chunk as it arrives in host memory.
 
-The device computes on meanwhile, with the weights that it has: its copies are those of before the step, which confirms
+The device computes on meanwhile, with the weights that it has: its copies are from before the step, which confirms
 the updates and gives the copies up.
 
 A unit's buffer in host memory is kept from its last use in the pass until its gradients are there; where another unit

@@ -60,7 +60,7 @@ class HostBudget:
         self._copies = copies
         self._timeline = timeline
         self._membership = membership
-        #: What is known of the machine, where the budget follows it.
+        #: Samples the machine, where the budget follows it.
         self._watch: Watch | None = None
         self._said_lacking = False
 
@@ -77,14 +77,14 @@ class HostBudget:
     # ---- following the machine ------------------------------------------------------------------------------
 
     def follow_machine(self) -> None:
-        """Have the ceiling follow what the machine leaves, from pass to pass."""
+        """Have the ceiling follow the free memory of the machine, from pass to pass."""
         self._check_elastic()
         if self._watch is None:
             self._watch = Watch()
 
     @property
     def follows_machine(self) -> bool:
-        """Whether the ceiling follows what the machine leaves."""
+        """Whether the ceiling follows the free memory of the machine."""
         return self._watch is not None
 
     def stop_following(self) -> None:
@@ -154,7 +154,7 @@ class HostBudget:
         try:
             self._resize(plan)
         except MemascendError:
-            # The system refuses what is more: go on with what there was.
+            # The system refuses more memory: go on with the plan of before.
             self._make_way(before)
             self._resize(before)
             raise
@@ -162,7 +162,7 @@ class HostBudget:
         set_heap(plan)
 
     def _make_way(self, plan: Plan) -> None:
-        """Let go of what `plan` has no room for."""
+        """Evict weights, gradients and states that `plan` has no room for."""
         self._streamer.change_plan(plan)
         chunks = plan.staging.count + plan.kept.count - STAGING_RESERVE
         with self._timeline.waiting("ssd_write"):

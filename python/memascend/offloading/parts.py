@@ -39,7 +39,7 @@ _log = logging.getLogger("memascend")
 def open_within_limits(
     plan: Plan, units: Sequence[Unit], open_plan: Callable[[Plan], Runtime], notices: list[str]
 ) -> tuple[Plan, Runtime]:
-    """Return what `open_plan` opens, and its plan: a smaller one than `plan` where the system pins less memory.
+    """Return the plan that fits, and its runtime: a smaller plan than `plan` where the system pins less memory.
 
     Adds a notice if the plan is smaller. Raises PinnedMemoryError if the system pins less than the least plan.
     """
@@ -67,7 +67,7 @@ def open_within_limits(
 
 
 def find_tensors(runtime: Runtime, units: Iterable[Unit], resume: bool) -> None:
-    """Number units and tensors in the store: create the tensors, or find those of a store to `resume`."""
+    """Number units and tensors in the store: create the tensors, or find them in a store to `resume`."""
     for unit in units:
         unit.index = runtime.add_unit()
         runtime.read_from_files(unit.index, unit.outside)
@@ -91,7 +91,7 @@ def make_streamer(
     device_plan: DevicePlan | None,
     membership: Membership | None,
 ) -> Streamer:
-    """Return what brings `units` to where the model computes, from the shares of all ranks if there are several."""
+    """Return the streamer that brings `units` to the memory where the model computes."""
     options: dict[str, Any] = {"forget_recomputed": forget_recomputed}
     streaming: tuple[Any, ...] = (runtime, units, plan, timeline)
     if device is not None and device_plan is not None:
@@ -115,7 +115,7 @@ def make_gradients(
     membership: Membership | None,
     tuning: Tuning,
 ) -> GradientCapture:
-    """Return what captures the gradients of `units`, and updates weights as they are made if the plan says so."""
+    """Return the capture of the gradients of `units`, which updates weights at once if the plan says so."""
     early = None
     if plan.update == "backward":
         early = _make_early(streamer, generations, plan.applied.total, device)

@@ -60,7 +60,7 @@ def stale(subject: str) -> str:
 
 
 class Attachment(Protocol):
-    """What ties a session to its model."""
+    """The tie between a session and its model."""
 
     tracked: dict[str, Any]
 
@@ -96,7 +96,7 @@ class Session:
         """Create the store for `units`, without contents, or open it to `resume`, with the values of a snapshot `tag`.
 
         `source` describes how to make the model again, and becomes part of every generation. `automatic` has the budget
-        of host memory follow what the machine leaves. `membership` says over which ranks the store is divided.
+        of host memory follow free memory. `membership` says over which ranks the store is divided.
         """
         options = computing.options
         self.membership = membership
@@ -180,11 +180,11 @@ class Session:
         self.notices.append(notice)
         warn_of(notice)
 
-    # ---- what it is ---------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------
 
     @property
     def options(self) -> OffloadOptions:
-        """What opens the store again as it is; `store` has the locations of this rank."""
+        """The options that open the store again; `store` has the locations of this rank."""
         return self.device_budget.computing.options
 
     @property
@@ -213,7 +213,7 @@ class Session:
 
     @property
     def attachment(self) -> Attachment | None:
-        """What ties the session to its model, or None."""
+        """The tie to the model, or None."""
         return self._attachment()
 
     @property
@@ -225,14 +225,14 @@ class Session:
     def attach(self, attachment: Attachment) -> None:
         """Tie the session to its model.
 
-        The reference is weak: what may use the model refers to its attachment, so that the collector finds when nothing
-        does.
+        The reference is weak: every object that may use the model refers to its attachment, so that the collector finds
+        when none does.
         """
         self._attachment = weakref.ref(attachment)
 
     @property
     def gradient_factor(self) -> float:
-        """What an update multiplies gradients by: of those that ranks have added up, it takes the mean."""
+        """The factor of gradients in an update, which makes the mean of the sum over ranks."""
         return 1.0 if self.membership is None else 1.0 / self.membership.ranks.size
 
     @property
@@ -256,13 +256,13 @@ class Session:
     # ---- use --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Apply deferred updates, wait for the drives, and commit what is to be durable."""
+        """Apply deferred updates, wait for the drives, and commit the last step if it is to be durable."""
         with self.turns.take("flush"):
             self.streamer.apply_updates()
             self.generations.commit()
 
     def refuse_ranks(self, what: str, instead: str) -> None:
-        """Raise MemascendError for what is not done yet where a store is divided over ranks."""
+        """Raise MemascendError for an action that a store divided over ranks does not allow yet."""
         if self.membership is not None:
             self.membership.refuse(what, instead)
 
@@ -429,7 +429,7 @@ class Session:
             self.flush()
 
     def _what_stays(self) -> str:
-        """Say what the store holds where nothing more is committed."""
+        """Describe the contents of the store where nothing more is committed."""
         if self.runtime.generation:
             return f"the store keeps step {self.generations.durable_steps}"
         tags = self.checkpoints.tags()
