@@ -30,7 +30,7 @@ def start_nothing(_: Generations) -> None:
 
 
 def _die_if_due(generations: Generations, *_: Any) -> None:
-    if generations._due is not None:
+    if generations._phases.record is not None:
         die()
 
 

@@ -22,7 +22,7 @@ import memascend
 from memascend.durable.generations import Generations
 from memascend.formats import safetensors
 from memascend.offloading.api import offload_of
-from memascend.offloading.session import Session
+from memascend.offloading.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,7 +225,7 @@ def keep_on_some(rank: int, ranks: int, folder: Path, victim: int | None) -> Any
     if rank == 1 and victim is None:
         offload_of(model).runtime.snapshot("two")
     elif rank == 1:
-        Session._keep_under = die  # type: ignore[method-assign]
+        Checkpoints._keep_under = die  # type: ignore[method-assign]
     try:
         memascend.save_checkpoint(model, "two")
     except memascend.StoreError as error:
@@ -249,6 +249,7 @@ def delete_too_early(rank: int, ranks: int, folder: Path, victim: int) -> Any:
     model(batch(0))
     if rank == victim:
         die()
-    assert generations._commit is not None
-    generations._commit.wait()
+    commit = generations._phases.commit
+    assert commit is not None
+    commit.wait()
     memascend.delete_checkpoint(model, "one")

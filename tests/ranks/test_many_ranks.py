@@ -269,8 +269,6 @@ class SmallGenerations(Generations):
         return Moment(random={}, data=None, buffers=None)
 
     def _record(self) -> str:
-        self._written = False
-        self._recorded_moment = self._moment
         return json.dumps({"steps": self.steps, "ranks": self._session.membership.described})
 
 
@@ -327,7 +325,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")
     session = Session(world, ranks)
     store, streamer = session.runtime, session.streamer
-    generations, optimizer = SmallGenerations(session, {}), Optimizer()
+    generations, optimizer = SmallGenerations(session, store, streamer, {}), Optimizer()
     generations.steps = generations._committed_steps = store.steps
     ahead = random.Random(f"{ranks.rank} {current[-1].chance.random()}")
     for step in range(store.steps, steps):

@@ -286,17 +286,17 @@ def test_a_change_is_complete_before_an_interrupt(offload: Any, machine: Machine
     model = offload(build("llama"), durability="none")
     machine.whole = ALL
     run = Run(model, "llama").go(4)
-    session = memascend.offload_of(model)
-    resize, machine.whole = session._resize, LITTLE
+    host_budget = memascend.offload_of(model).host_budget
+    resize, machine.whole = host_budget._resize, LITTLE
 
     def interrupted(plan: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         resize(plan)
 
-    session._resize = interrupted  # type: ignore[method-assign]
+    host_budget._resize = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         run.go(5, 4)
-    del session._resize
+    del host_budget._resize
     assert planned(model) <= LITTLE == memascend.stats(model)["host_bytes_budget"]
     same(run.go(6, 4).state(), Run(memascend.fuse_loss(build("llama")), "llama").go(6).state())
 
@@ -312,7 +312,7 @@ def test_workers_of_a_data_loader_leave_it_alone(offload: Any, machine: Machine)
 
 def test_its_thread_ends_with_the_model(offload: Any) -> None:
     model = offload(build("llama"))
-    watch = memascend.offload_of(model)._watch
+    watch = memascend.offload_of(model).host_budget._watch
     assert watch is not None and not watch._growth.ended(0)
     memascend.close(model)
     assert watch._growth.ended(10) and processes.native_threads_end()

@@ -84,8 +84,8 @@ def test_a_durable_step_writes_all_of_it_whatever_stays(tmp_path: Path, keeps: s
     try:
         run = Run(model, "llama").go(2)
         session = offload_of(model)
-        assert session.generations.writes_through()
-        assert session._writes_through() is (keeps == "all")
+        assert session.generations.makes_durable()
+        assert session.generations.writes_through() is (keeps == "all")
         read, written = traffic(model, lambda: run.go(6, 2))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         assert (read > 0) is (keeps == "some")

@@ -1,1 +1,1 @@
-"""Which steps are durable, and what is recorded with them."""
+"""Which steps are durable, and the record of each."""

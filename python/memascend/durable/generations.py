@@ -5,9 +5,9 @@ been submitted, a native thread waits for the writes, flushes the drives and wri
 pass computes. The next step waits for that commit. A generation is the tensors on the SSD and one JSON text, the
 record (`memascend.durable.record`).
 
-Between the beginning of a pass and the step that ends it, weights and states are those of the step before, while
-buffers, random numbers and tracked objects are on their way to the next. What is committed then has those of the step
-before too (`memascend.durable.moment`).
+Between the beginning of a pass and the step that ends it, weights and states belong to the step before, while
+buffers, random numbers and tracked objects are on their way to the next. A commit in between takes all of them from the
+step before (`memascend.durable.moment`).
 
 Updates of a step that is to be durable write resident data at once (`writes_through`), beside the forward pass, if all
 states are resident; where some are read there, the drives have enough to do, and the commit writes resident data beside
@@ -28,18 +28,25 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.durable import exact_json
 from memascend.durable.model_buffers import ModelBuffers
 from memascend.durable.moment import Moment
+from memascend.durable.optimizers import JoinedOptimizers
+from memascend.durable.phases import CommitPhases, Phase
 from memascend.durable.record import random_states, record_text, restore_random_states
 from memascend.errors import MemascendError, StoreError
 from memascend.options import parse_durability
+from memascend.residency.states import stay_whole
 
 if TYPE_CHECKING:
-    from memascend._memascend import Commit
+    from memascend._memascend import Runtime
     from memascend.durable.protocols import Optimizer, Session
+    from memascend.layout.units import Unit
+    from memascend.residency.host import Streamer
 
 #: The tracked object whose state is taken at once when a step is taken. The states of the others
 #: are taken when the next pass begins, after schedulers and scalers have followed the step.
@@ -51,17 +58,19 @@ _log = logging.getLogger("memascend")
 class Generations:
     """The generations of one offloaded model."""
 
-    def __init__(self, session: Session, source: dict[str, Any]) -> None:
-        """Commit as the session's `durability` says; `source` describes how to make the model again.
+    def __init__(self, session: Session, runtime: Runtime, streamer: Streamer, source: dict[str, Any]) -> None:
+        """Commit to the store of `runtime` as the session's `durability` says, after the updates of `streamer`.
 
-        Raises ValueError for an unknown `durability`.
+        `source` describes how to make the model again. Raises ValueError for an unknown `durability`.
         """
         self._session_reference = weakref.ref(session)
+        self._runtime = runtime
+        self._streamer = streamer
         #: Steps between generations; 0 for none; None until it is known whether the volumes have
         #: room for a second copy of weights and states.
         self.period = parse_durability(session.options.durability)
         self._source = source
-        self._entries: list[_OptimizerEntry] = []
+        self._optimizers = JoinedOptimizers()
         #: States of a resumed run whose objects have not been given to `track` yet.
         self.waiting: dict[str, Any] = {}
         #: The record of a resumed run, until its first step.
@@ -72,30 +81,23 @@ class Generations:
         self._committed_steps = 0
         #: The optimizer whose step was counted since the last pass began.
         self._counted: weakref.ref[Optimizer] | None = None
-        #: What belongs to the last step, and what belonged to the generation recorded last.
+        #: The state of the last step.
         self._moment: Moment | None = None
-        self._recorded_moment: Moment | None = None
         #: The state of the tracked data as it was given to `track`, before the first step.
         self._first_data: Any = None
         #: Whether the store held a generation or snapshots when it was opened.
         self.taken_up = False
-        #: Whether the last commit lacks something: states were loaded, or schedulers had not
-        #: followed the step.
-        self._incomplete = False
-        #: Whether the program has written to weights since the last commit.
-        self._written = False
-        #: Whether weights have changed since a pass began that no step has ended: they are those of no step.
+        #: Whether weights have changed since a pass began that no step has ended, so that they belong to no step.
         self.within_step = False
-        self._buffers = ModelBuffers(session)
-        self._due: str | None = None
-        self._commit: Commit | None = None
+        self._buffers = ModelBuffers(session, runtime)
+        self._phases = CommitPhases()
 
     @property
     def durable_steps(self) -> int:
         """Steps in the generation that was committed last."""
         return self._committed_steps
 
-    # ---- what belongs to a generation ---------------------------------------------------------------------
+    # ---- the contents of a generation ---------------------------------------------------------------------
 
     @property
     def _session(self) -> Session:
@@ -110,16 +112,15 @@ class Generations:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that train the model, the oldest first."""
-        return [optimizer for entry in self._entries if (optimizer := entry.reference()) is not None]
+        return self._optimizers.living
 
     def join(self, optimizer: Optimizer) -> None:
         """Include an optimizer in every generation from now on."""
-        if all(joined is not optimizer for joined in self.optimizers):
-            self._entries.append(_OptimizerEntry(optimizer))
+        self._optimizers.join(optimizer)
 
     def leave(self, optimizer: Optimizer) -> None:
         """Leave out an optimizer that has taken no step: another one has its parameters."""
-        self._entries = [entry for entry in self._entries if entry.reference() is not optimizer]
+        self._optimizers.leave(optimizer)
 
     def track(self, objects: dict[str, Any]) -> None:
         """Include the states of `objects` in every generation, and load the states that a resumed run has for them.
@@ -130,7 +131,7 @@ class Generations:
         for name, tracked in objects.items():
             if not all(callable(getattr(tracked, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise TypeError(f"{name} is a {type(tracked).__name__} without state_dict() and load_state_dict()")
-            exact_json.encode(tracked.state_dict(), name)  # Raises now for what no record can hold.
+            exact_json.encode(tracked.state_dict(), name)  # Raises now for a state that no record can hold.
         for name, tracked in objects.items():
             if name in self.waiting:
                 tracked.load_state_dict(self.waiting[name])
@@ -138,17 +139,13 @@ class Generations:
             self._tracked[name] = tracked
             self._note_tracked(name, tracked)
         if self._resumed is not None:
-            # Undo what the program did since it resumed: a new scheduler, for example, sets the
+            # Undo changes since the program resumed: a new scheduler, for example, sets the
             # learning rate.
             restore_random_states(self._resumed["random"])
-            for entry, described in zip(self._entries, self._resumed["optimizers"], strict=False):
-                optimizer = entry.reference()
-                groups = optimizer.param_groups if optimizer else ()
-                for group, recorded in zip(groups, described["groups"], strict=False):
-                    group.update({name: value for name, value in recorded.items() if name != "params"})
+            self._optimizers.restore_groups(self._resumed["optimizers"])
 
     def _note_tracked(self, name: str, tracked: Any) -> None:
-        """Add the state of an object that is tracked from now on to what belongs to the last step."""
+        """Add the state of an object that is tracked from now on to the state of the last step."""
         moment = self._moment
         state = exact_json.encode(tracked.state_dict(), name)
         if name == _TAKEN_WITH_THE_STEP:
@@ -164,14 +161,14 @@ class Generations:
 
         Args:
             optimizer: the optimizer that makes room for its states.
-            missing_bytes: what its states and gradients take in the store beyond what is there.
-            spare_bytes: what second slots take in addition.
+            missing_bytes: bytes that its states and gradients take in the store beyond the present tensors.
+            spare_bytes: bytes that second slots take in addition.
 
         Raises StoreError where the volumes have no room, MemascendError where `durability` cannot be had.
         """
         session = self._session
         alone = optimizer.trains_only(session)
-        if not alone and (self.period or (self.period is None and session.runtime.generation)):
+        if not alone and (self.period or (self.period is None and self._runtime.generation)):
             optimizer.describe(session)  # Raises, naming the reason.
         if self.period is None and not alone:
             self.period = 0
@@ -186,11 +183,11 @@ class Generations:
     def _period_with_room(self, missing_bytes: int, spare_bytes: int) -> int:
         session = self._session
         try:
-            session.runtime.check_room(missing_bytes + spare_bytes)
+            self._runtime.check_room(missing_bytes + spare_bytes)
         except StoreError:
-            if session.runtime.generation:  # Updates in place would write over this generation.
+            if self._runtime.generation:  # Updates in place would write over this generation.
                 raise
-            session.runtime.check_room(missing_bytes)
+            self._runtime.check_room(missing_bytes)
             session.notices.append(
                 f"the store has no room for {format_size(spare_bytes)} more, which a second copy of weights and states "
                 "would take: they are updated in place, and a run that is killed cannot be resumed "
@@ -202,18 +199,24 @@ class Generations:
     # ---- the course of a step -----------------------------------------------------------------------------
 
     def writes_through(self, early: bool = False) -> bool:
-        """Whether a durable step is due, so that updates write at once what could stay in memory.
+        """Return whether updates, in the backward pass if `early`, write resident data at once.
 
-        With `early` the step is yet to follow its updates.
+        Where only a part is resident, the drives have enough to do beside the forward pass: the commit writes it beside
+        the backward pass, in which they would be idle.
         """
+        tensors = (tensor for unit in self._session.units for tensor in unit.tensors)
+        return self.makes_durable(early) and stay_whole(tensors)
+
+    def makes_durable(self, early: bool = False) -> bool:
+        """Return whether the last step is to be durable; with `early`, the step that is yet to follow its updates."""
         if early:
             return self._wanted(ahead=1)
-        return bool(self.period) and (self._due is not None or self._unrecorded() or self._incomplete)
+        return bool(self.period) and (self._phases.record is not None or self._needs_record())
 
     def allows_early(self, optimizer: Optimizer) -> bool:
-        """Whether updates may begin in the middle of a pass: `settle` would have none of the last step to apply."""
+        """Return whether updates may begin in the middle of a pass: `settle` would apply none of the last step."""
         stepped_since = self._counted is not None and self._counted() is optimizer
-        return not stepped_since and (self._due is None or self._commit is not None)
+        return not stepped_since and self._phases.phase is not Phase.DUE
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that a step was taken: its generation is committed with the next pass."""
@@ -221,26 +224,28 @@ class Generations:
         if self._counted is None or self._counted() is optimizer:
             self.steps += 1  # Steps of other optimizers before the next pass belong to the same step of the run.
             self._counted = weakref.ref(optimizer)
-        for entry in self._entries:
-            entry.options = None
-            if entry.reference() is optimizer and self._may_be_kept():
-                entry.alive = optimizer
+        may_be_kept = self._may_be_kept()
+        self._optimizers.stepped(optimizer, holds=may_be_kept)
         self.within_step = False
-        self._moment = self._take_moment() if self._may_be_kept() else None
+        if may_be_kept:
+            self._moment = self._take_moment()
+            self._phases.step()
+        else:
+            self._moment = None
+            self._phases.forget()
 
     def begin(self, late: bool = False) -> None:
-        """Note that a pass begins. If a generation is due, record what belongs to it before the pass changes that.
+        """Note that a pass begins. If a generation is due, record its state before the pass changes it.
 
         `late` says that the program has used weights since the step: buffers are taken as they were then.
         """
         self._counted = None
         self.begin_part(late)
-        if self._due is None and (self._unrecorded() or self._incomplete):
-            self._due = self._record()
-            self._incomplete = False
+        if self._needs_record():
+            self._phases.due(self._record(), partial=False)
 
     def begin_part(self, late: bool = False) -> None:
-        """Note that a part of the model is about to run: what belongs to the last step is taken before that changes it.
+        """Note that a part of the model is about to run: the state of the last step is taken before.
 
         Steps of other optimizers that follow still belong to the same step of the run.
         """
@@ -249,24 +254,23 @@ class Generations:
             if not self._may_be_kept():
                 return
             # Before the first step: there is nothing new to commit.
-            moment = self._moment = self._recorded_moment = self._take_moment()
+            moment = self._moment = self._take_moment()
         elif moment.passed:
             return
         elif not late:
             moment.buffers = self._buffers.changed()
         moment.tracked = self._tracked_states(moment)
-        for entry in self._entries:
-            entry.note_options()
+        self._optimizers.note_options()
         moment.passed = True
 
     def start(self) -> None:
         """Start committing the generation that is due, once all updates of its step have been submitted."""
-        if self._due is None or self._commit is not None:
+        record = self._phases.record
+        if record is None or self._phases.phase is not Phase.DUE:
             return
-        streamer = self._session.streamer
-        if not streamer.deferred():
+        if not self._streamer.deferred():
             with uninterrupted():
-                self._commit = self._session.runtime.commit(self._due, streamer.tickets())
+                self._phases.start(self._runtime.commit(record, self._streamer.tickets()))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
@@ -275,42 +279,44 @@ class Generations:
         committed; the next call tries again, unless the generation's record is too large.
         """
         # On every rank, although only those with deferred updates need their buffers for them below.
-        self._session.streamer.forget_last_use()
+        self._streamer.forget_last_use()
         if self.period and optimizer is not None and self._counted is not None and self._counted() is optimizer:
             # No pass of the whole model since its last step: the training loop calls parts of the
             # model.
-            self._session.streamer.apply_updates()
+            self._streamer.apply_updates()
             self.begin(late=True)
-        if self._due is not None and self._commit is None:
-            self._session.streamer.apply_updates()
+        if self._phases.phase is Phase.DUE:
+            self._streamer.apply_updates()
             self.start()
-        if self._commit is not None:
+        commit = self._phases.commit
+        if commit is not None:
             try:
                 with self._session.timeline.waiting("ssd_write"):
-                    self._commit.wait()
+                    commit.wait()
             except MemascendError as error:
-                self._commit = None
+                self._phases.fail()
                 if isinstance(error, StoreError) and error.errno == errno.EFBIG and error.operation is None:
                     self._refuse_record(error)
                 raise
             self._meet_ranks()
-            self._commit = self._due = None
+            self._phases.finish()
             self._committed_steps = self.steps
 
     def _meet_ranks(self) -> None:
         """Wait until every rank has the generation: until then, any of them may have to go back to the one before."""
         membership = self._session.membership
         if membership is not None:
-            membership.ranks.meet(f"have generation {self._session.runtime.generation} on every rank")
+            membership.ranks.meet(f"have generation {self._runtime.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
-        """Give up a record that does not fit into the manifest, and raise an error that names what is large in it.
+        """Give up a record that does not fit into the manifest, and raise an error that names the largest part.
 
         The generation before it stays. Later steps have records of their own.
         """
-        assert self._due is not None
-        tracked = json.loads(self._due)["tracked"]
-        self._due = None
+        record = self._phases.record
+        assert record is not None
+        tracked = json.loads(record)["tracked"]
+        self._phases.refuse()
         if self._moment is not None:
             self._moment.tracked = None  # The program may make them smaller.
         if tracked:
@@ -322,8 +328,7 @@ class Generations:
     def commit(self) -> None:
         """Make the present state of the run a durable generation. Apply all updates before."""
         self.settle()
-        unsaved = self._moment is not self._recorded_moment or self.steps != self._committed_steps or self._written
-        if self.period and unsaved:
+        if self.period and (self._phases.is_unsaved or self.steps != self._committed_steps):
             self.keep()
 
     def keep(self) -> None:
@@ -340,11 +345,9 @@ class Generations:
             moment = self._moment = self._take_moment()
         elif not moment.passed:
             moment.buffers = self._buffers.changed()
-        self._due = self._record()
+        # Schedulers may follow the step only after a partial record. Their new states are committed with the next pass.
+        self._phases.due(self._record(), partial=stepped and not moment.passed)
         self.settle()
-        # Schedulers may follow the step only now. Their new states are committed with the next
-        # pass.
-        self._incomplete = stepped and not moment.passed
         if moment.passed and self._buffers.changed() is not None:
             _log.warning(
                 "a pass with gradients has changed buffers of the model and no optimizer step has followed: the store "
@@ -354,19 +357,19 @@ class Generations:
 
     def changed(self) -> None:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
-        if self.period and self._session.runtime.generation:
-            self._moment, self._incomplete = self._take_moment(), True
+        if self.period and self._runtime.generation:
+            moment = self._take_moment()
+            self._phases.load()
+            self._moment = moment
         elif self._moment is not None and self._moment.passed:
             self._forget_moment()
-        for entry in self._entries:
-            entry.options = None
+        self._optimizers.forget_options()
 
     def _forget_moment(self) -> None:
-        """Have the present state be the one that is committed next, and not that of the last step."""
-        self._moment = self._recorded_moment = None
-        self._incomplete = self.within_step = False
-        for entry in self._entries:
-            entry.options = None
+        """Have the next commit take the present state, and not the state of the last step."""
+        self._phases.forget()
+        self._moment, self.within_step = None, False
+        self._optimizers.forget_options()
 
     def before_write(self) -> None:
         """Wait until no generation is due: the program is about to change weights beside a step.
@@ -375,33 +378,54 @@ class Generations:
         """
         if self.period:
             self.settle()
-            self._written = True
         if self._moment is not None and self._moment.passed:
             # Weights that nothing but the program trains are as it leaves them.
-            self.within_step = bool(self._entries) and self.steps > 0
+            self.within_step = bool(self._optimizers) and self.steps > 0
             if not self.within_step:
                 self._forget_moment()
+        if self.period:
+            self._phases.write()
+
+    def note_surprise(self, unit: Unit) -> None:
+        """Commit no generation whose weights a module has changed in its forward without a sign of it before.
+
+        Raises StoreError where the store has the unit's weights neither as they were nor as they are.
+        """
+        _log.warning(
+            "%s writes to its own weights in its forward: from now on each pass waits there until the step before is "
+            "durable",
+            unit.name,
+        )
+        if not self.leave_out():
+            return
+        # The last update of the unit may have been on its way to the drives while its module wrote.
+        for tensor_id, _, nbytes in unit.weights:
+            stored = torch.empty(nbytes, dtype=torch.uint8)
+            # Raises for bytes without their checksum.
+            self._runtime.read(tensor_id, stored.data_ptr(), nbytes)
 
     def leave_out(self) -> bool:
         """Commit no generation of the last step, since its weights were changed before that was done.
 
         Returns whether the step had been committed by then, or was being committed.
         """
-        if self._commit is not None or not self.period or self.steps == self._committed_steps:
+        committing = self._phases.phase is Phase.COMMITTING
+        if committing or not self.period or self.steps == self._committed_steps:
             self.settle()
             return bool(self.period)
-        self._due = None
+        self._phases.drop()
         self._forget_moment()
         self.within_step = True
         return False
 
     def abandon(self) -> None:
         """Wait for the end of a commit under way, even if it fails."""
-        if self._commit is not None:
+        commit = self._phases.commit
+        if commit is not None:
             with suppress(MemascendError):  # The generation before it stays.
-                self._commit.wait()
+                commit.wait()
                 self._committed_steps = self.steps
-            self._commit = None
+            self._phases.fail()
 
     def take_up(self, record: dict[str, Any]) -> None:
         """Go on from the record of a store."""
@@ -411,24 +435,25 @@ class Generations:
         self._resumed = {"random": record["random"], "optimizers": record["optimizers"]}
         self._buffers.take_up(record["buffers"])
         data = exact_json.encode(self.waiting.get(_TAKEN_WITH_THE_STEP), _TAKEN_WITH_THE_STEP)
-        self._moment = self._recorded_moment = Moment(random=record["random"], data=data, buffers=None)
+        self._moment = Moment(random=record["random"], data=data, buffers=None)
 
     def _wanted(self, ahead: int = 0) -> bool:
-        """Whether a generation is due after so many steps more."""
+        """Return whether a generation is due after so many steps more."""
         return bool(self.period) and self.steps + ahead - self._committed_steps >= (self.period or 1)
 
-    def _unrecorded(self) -> bool:
-        """Whether the last step is to be durable and has no record yet."""
-        return self._moment is not None and self._moment is not self._recorded_moment and self._wanted()
+    def _needs_record(self) -> bool:
+        """Return whether the next pass is to record the last step."""
+        phase = self._phases.phase
+        return phase in (Phase.PARTIAL, Phase.OWED) or (phase is Phase.STEPPED and self._wanted())
 
     def _may_be_kept(self) -> bool:
-        """Whether a step may become a generation, if only because the store is to stay when it is closed."""
+        """Return whether a step may become a generation, if only because the store is to stay when it is closed."""
         return self.period != 0 or bool(self._session.keep_store) or self.taken_up
 
     # ---- the record ---------------------------------------------------------------------------------------
 
     def _take_moment(self) -> Moment:
-        """Return what has to be taken at the step itself: the next batch changes it."""
+        """Return the state that has to be taken at the step itself, since the next batch changes it."""
         data = self._tracked.get(_TAKEN_WITH_THE_STEP)
         if self.steps == 0 and self._first_data is not None:
             state = self._first_data
@@ -446,71 +471,18 @@ class Generations:
 
     def _record(self) -> str:
         """Write changed weights and buffers to the store and return the record of the last step."""
-        self._session.streamer.clean()
-        self._written = False
+        self._streamer.clean()
         moment = self._moment or self._take_moment()
         self._buffers.write(moment.buffers)
         moment.buffers = None
-        text = record_text(
+        return record_text(
             steps=self.steps,
             source=self._source,
             options=self._session.options,
             units=self._session.units,
             buffers=self._buffers.described,
-            optimizers=self._describe_optimizers(),
+            optimizers=self._optimizers.describe(self._session),
             random_numbers=moment.random,
             tracked=self._tracked_states(moment) if moment.tracked is None else moment.tracked,
             ranks=None if self._session.membership is None else self._session.membership.described,
         )
-        self._recorded_moment = moment
-        return text
-
-    def _describe_optimizers(self) -> list[dict[str, Any]]:
-        """Describe the optimizers, including those that are gone but whose states are still in the store."""
-        session = self._session
-        for entry in self._entries:
-            optimizer = entry.reference()
-            if optimizer is not None:
-                entry.described = optimizer.describe(session) if optimizer.trains_only(session) else None
-                entry.restore_options()
-            elif entry.described is not None:
-                places = {place.name: place for place in session.places}
-                for name in list(entry.described["states"]):
-                    owner = places[name].owner
-                    if owner is not None and owner() is not None:  # Another optimizer has taken them over.
-                        del entry.described["states"][name]
-            entry.alive = None
-        self._entries = [
-            entry
-            for entry in self._entries
-            if entry.reference() is not None or (entry.described is not None and entry.described["states"])
-        ]
-        return [entry.described for entry in self._entries if entry.described is not None]
-
-
-class _OptimizerEntry:
-    """An optimizer of the model, and its latest description."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.reference: weakref.ref[Optimizer] = weakref.ref(optimizer)
-        #: Outlives the optimizer, since its states stay in the store.
-        self.described: dict[str, Any] | None = None
-        #: Keeps the optimizer alive from a step until it has been described.
-        self.alive: Optimizer | None = None
-        #: The options of its groups when the present pass began: the program may change them before the next step.
-        self.options: list[dict[str, Any]] | None = None
-
-    def note_options(self) -> None:
-        """Keep the options of the groups as they are now."""
-        optimizer = self.reference()
-        if optimizer is not None:
-            self.options = [
-                exact_json.encode({name: value for name, value in group.items() if name != "params"}, "a group")
-                for group in optimizer.param_groups
-            ]
-
-    def restore_options(self) -> None:
-        """Put the options that were kept, if any, into the description."""
-        if self.described is not None and self.options is not None:
-            for group, options in zip(self.described["groups"], self.options, strict=False):
-                group.update(options)

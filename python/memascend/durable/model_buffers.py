@@ -13,6 +13,7 @@ from memascend.errors import CheckpointError
 from memascend.layout.units import round_up
 
 if TYPE_CHECKING:
+    from memascend._memascend import Runtime
     from memascend.durable.protocols import Session
 
 #: The store's tensor of all small buffers. No parameter has such a name.
@@ -27,10 +28,11 @@ class ModelBuffers:
     A buffer's dtype and shape may change during the run.
     """
 
-    def __init__(self, session: Session) -> None:
-        """Nothing has been written yet."""
+    def __init__(self, session: Session, runtime: Runtime) -> None:
+        """Begin with nothing written to the store of `runtime`."""
         self._session_reference = weakref.ref(session)
-        #: CRC-32 of what was written last, by name in the store.
+        self._runtime = runtime
+        #: CRC-32 of the bytes that were written last, by name in the store.
         self._checksums: dict[str, int] = {}
         #: Name, dtype and shape of each buffer, in the order of their bytes.
         self.described: list[list[Any]] = []
@@ -63,11 +65,10 @@ class ModelBuffers:
         return {"described": described, "copies": copies}
 
     def write(self, changed: dict[str, Any] | None) -> None:
-        """Write what `changed` returned."""
-        session = self._session_reference()
-        if changed is None or session is None:
+        """Write the copies that `changed` returned."""
+        if changed is None:
             return
-        runtime = session.runtime
+        runtime = self._runtime
         for name, (copy, checksum) in changed["copies"].items():
             tensor = runtime.find_tensor(name)
             if tensor is not None and runtime.tensor_bytes(tensor) < copy.numel():
@@ -86,32 +87,32 @@ class ModelBuffers:
         """
         session = self._session_reference()
         model = None if session is None else session.model()
-        assert session is not None and model is not None, "a run that is being resumed"
+        assert model is not None, "a run that is being resumed"
         differing = {name for name, _ in model.named_buffers()} ^ {name for name, _, _ in described}
         if differing:
             raise CheckpointError(f"the store holds another model: buffer {min(differing)} is in one of them only")
         copies = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in described}
         small = [copy for copy in copies.values() if copy.nbytes <= _LARGE_BYTES]
-        packed = self._read(session, _SMALL, sum(copy.nbytes for copy in small))
+        packed = self._read(_SMALL, sum(copy.nbytes for copy in small))
         for copy in small:
             part, packed = packed[: copy.nbytes], packed[copy.nbytes :]
             if copy.numel():
                 copy.view(-1).view(torch.uint8).copy_(part)
         for name, copy in copies.items():
             if copy.nbytes > _LARGE_BYTES:
-                large = self._read(session, f"{_SMALL}.{name}", copy.nbytes)
+                large = self._read(f"{_SMALL}.{name}", copy.nbytes)
                 copies[name] = large.view(copy.dtype).view(copy.shape)
         _set_buffers(model, copies)
         self.described = described
 
-    def _read(self, session: Session, name: str, nbytes: int) -> torch.Tensor:
+    def _read(self, name: str, nbytes: int) -> torch.Tensor:
         """Return the bytes (uint8, of `nbytes`) of a tensor in the store."""
         data = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            tensor = session.runtime.find_tensor(name)
+            tensor = self._runtime.find_tensor(name)
             if tensor is None:
                 raise CheckpointError(f"the store lacks the tensor {name}, which its record of buffers names")
-            session.runtime.read(tensor, data.data_ptr(), nbytes)
+            self._runtime.read(tensor, data.data_ptr(), nbytes)
             self._checksums[name] = _checksum(data)
         return data
 

@@ -1,8 +1,8 @@
-"""What belongs to a step beside weights and states, and changes with the batch and the pass that follow it.
+"""The state of a step beside weights and optimizer states, which the next batch and the next pass change.
 
 It is taken whether or not the step is due to be durable, as long as the store may be kept, because a commit in between
 (`close`, `flush`, a checkpoint) records it. Where the program has written weights since the pass began there is no step
-to record: `close` commits nothing, and says what stays.
+to record: `close` commits nothing, and names the step that stays.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Moment:
     objects are taken when the next pass begins, after the program, schedulers and scalers have followed the step.
     """
 
-    #: What `memascend.durable.record.random_states` returned.
+    #: The result of `memascend.durable.record.random_states`.
     random: dict[str, Any]
     #: The state of the data as `exact_json.encode` returns it, None if none is tracked.
     data: Any
-    #: What `ModelBuffers.changed` returned: None where the store has the buffers.
+    #: The result of `ModelBuffers.changed`: None where the store has the buffers.
     buffers: dict[str, Any] | None
     #: Whether a pass has begun since: from then on nothing here changes.
     passed: bool = False

@@ -1,4 +1,4 @@
-"""A record of a generation as far as it is read without PyTorch: which run it is, and what its store holds."""
+"""A record of a generation as far as it is read without PyTorch: the run, and the contents of its store."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check_outline(record: Any) -> None:
 
 
 def fill_defaults(record: dict[str, Any]) -> None:
-    """Add what a record of before does not say."""
+    """Add the entries that earlier versions did not record."""
     for unit in record["units"]:
         for tensor in unit["tensors"]:
             tensor.setdefault("trained", True)

@@ -1,4 +1,4 @@
-"""What the durable rooms ask of a session and of an optimizer, which both live in rooms above."""
+"""The session and the optimizer as rooms below theirs see them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
     from torch import nn
 
     from memascend._memascend import Projection, Runtime
     from memascend.common.timeline import Timeline
+    from memascend.errors import MemascendError
     from memascend.layout.units import Place, Unit
     from memascend.options import OffloadOptions
     from memascend.ranks.membership import Membership
     from memascend.residency.host import Streamer
     from memascend.residency.updates import Measured, Segment
+
+
+class Gradients(Protocol):
+    """The captured gradients of a session; see `memascend.offloading.gradients.GradientCapture`."""
+
+    def values(self, place: Place, /) -> torch.Tensor:
+        """Return a copy of a gradient: (elements of the parameter,)."""
+
+    def replace(self, place: Place, values: torch.Tensor, /) -> None:
+        """Store other values as the gradient."""
+
+    def fill(self, place: Place, value: float, /) -> None:
+        """Set every element of a gradient to a value."""
 
 
 class Session(Protocol):
@@ -25,9 +42,31 @@ class Session(Protocol):
     timeline: Timeline
     units: list[Unit]
     notices: list[str]
-    options: OffloadOptions
     keep_store: bool | None
+    #: The ranks that the store is divided over, if it is.
     membership: Membership | None
+
+    @property
+    def options(self) -> OffloadOptions:
+        """The options that open the store again."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """The captured gradients."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session was closed."""
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass, or a part of the model that was called by itself, is under way."""
+
+    def closed_error(self, message: str, /) -> MemascendError:
+        """Return the error of using a closed session, which says `message`, or that the process is a forked child."""
+
+    def saving_names(self) -> AbstractContextManager[Any]:
+        """Have autograd save names of weights instead of views of them."""
 
     def model(self) -> nn.Module | None:
         """Return the model, or None once it is gone."""
@@ -47,7 +86,7 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     def trains_only(self, session: Session, /) -> bool:
-        """Whether every parameter of the optimizer is one of the session's model."""
+        """Return whether every parameter of the optimizer is one of the session's model."""
 
     def projection_of(self, parameter: nn.Parameter, /) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
@@ -62,7 +101,7 @@ class Optimizer(Protocol):
         """Complete the update, which is about to be started."""
 
     def measured_early(self, parameter: nn.Parameter, projection: Projection, address: int, /) -> Measured | None:
-        """Return what completes the update once a device has measured the gradient."""
+        """Return the values that complete the update once a device has measured the gradient."""
 
     def took_early(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Note that the update was taken."""

@@ -47,8 +47,8 @@ def record_text(
         options: those that the run goes on with are recorded.
         units: the layout of the model, with the states that its tensors have.
         buffers: name, dtype and shape of each of the model's buffers.
-        optimizers: what `describe` of each optimizer returned.
-        random_numbers: what `random_states` returned.
+        optimizers: the result of `describe` of each optimizer.
+        random_numbers: the result of `random_states`.
         tracked: state dicts by the names given to `memascend.track`, as `exact_json.encode` returns them.
         ranks: over which ranks the store is divided, if it is; see `memascend.ranks.membership.Membership`.
 
@@ -108,13 +108,13 @@ def parse_record(text: str | None, paths: Sequence[Any]) -> dict[str, Any]:
 def understanding(paths: Sequence[Any]) -> Iterator[None]:
     """Raise CheckpointError where the code in the block does not understand a checked record.
 
-    What a record names can still be missing, of another length, or what PyTorch and transformers do not take.
+    The contents that a record names can still be missing, of another length, or refused by PyTorch or transformers.
     """
     try:
         yield
     except (MemascendError, MemoryError, OSError):
         raise
-    except Exception as error:  # libraries raise what they like
+    except Exception as error:  # libraries raise any class
         where = ", ".join(str(path) for path in paths)
         raise CheckpointError(
             f"the record of the run in {where} contradicts itself, or is of another version of a library: "
@@ -125,10 +125,10 @@ def understanding(paths: Sequence[Any]) -> Iterator[None]:
 def source_of(
     model: torch.nn.Module, conversions: list[int] | None = None, directory: Path | None = None
 ) -> dict[str, Any]:
-    """Return what makes `model` again: its class and, for models of transformers, its configurations.
+    """Return the description that makes `model` again: its class and, for models of transformers, its configurations.
 
     `conversions` are the indices of the weight conversions that its checkpoint needed. `directory` is the one with
-    its tokenizer; None is that which transformers has loaded it from, if any.
+    its tokenizer; None is the one that transformers has loaded it from, if any.
     """
     transformers: Any = sys.modules.get("transformers")
     name = type(model).__name__
@@ -175,7 +175,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the random number generators to what `random_states` returned."""
+    """Set the random number generators to the result of `random_states`."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(array("Q", words)), gauss))
     torch.set_rng_state(states["torch"])

@@ -1,4 +1,4 @@
-"""What a record is made of: checked before anything is done with one, since a store may be of another origin."""
+"""The schema of a record, which is checked before use, since a store may be of another origin."""
 
 from __future__ import annotations
 

@@ -132,10 +132,10 @@ def go_back(session: Session, tag: str) -> list[OffloadedOptimizer]:
 def forget(model: nn.Module, tags: Iterable[str | None]) -> None:
     """Delete those of the named checkpoints that are in the store of `model`."""
     session = find_offload(model)
-    if session is None or session.runtime.closed:
+    if session is None or session.closed:
         return
     forgotten = set(tags)
-    session.delete_checkpoints([tag for tag, _, _ in session.runtime.snapshots() if tag in forgotten])
+    session.checkpoints.delete([tag for tag in session.checkpoints.tags() if tag in forgotten])
 
 
 def state_in_memory(model: nn.Module) -> dict[str, Any]:

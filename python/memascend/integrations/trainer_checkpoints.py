@@ -58,7 +58,7 @@ class CheckpointsMixin:
     def _stored(self) -> Session | None:
         """The session whose store holds everything that is trained; None for a model in memory, and for adapters."""
         session = find_offload(self.model)
-        if session is None or session.runtime.closed or session.trained_outside():
+        if session is None or session.closed or session.trained_outside():
             return None
         return session if any(place.parameter.requires_grad for place in session.places) else None
 
@@ -66,7 +66,7 @@ class CheckpointsMixin:
     def _ranks(self) -> Ranks | None:
         """The ranks that the model's store is divided over; None in a single process, and for a closed model."""
         session = find_offload(self.model)
-        divided = session is not None and not session.runtime.closed and session.membership is not None
+        divided = session is not None and not session.closed and session.membership is not None
         return session.membership.ranks if divided else None  # type: ignore[union-attr]
 
     def _own_optimizer(self) -> OffloadedOptimizer | None:

@@ -153,7 +153,7 @@ class TrainerMixin(CheckpointsMixin):
     def _keeps_log(self) -> bool:
         """Whether the run has a metrics file."""
         session = find_offload(self.model)
-        return session is not None and not session.runtime.closed
+        return session is not None and not session.closed
 
     def _open_log(self) -> TrainerLog:
         rank = self.args.process_index

@@ -1,7 +1,7 @@
 """Recomputes a unit's activations in the backward pass. Its inputs wait in place, in host memory or on the SSD.
 
-The scheme is that of Chen et al. 2016 (arXiv 1604.06174), except that the graph of the first forward pass is kept and
-only its saved tensors are dropped, so that gradients flow to everything that the unit was called with. As in SSDTrain
+The scheme follows Chen et al. 2016 (arXiv 1604.06174), except that the graph of the first forward pass is kept and only
+its saved tensors are dropped, so that gradients flow to everything that the unit was called with. As in SSDTrain
 (Wu et al. 2024, arXiv 2408.10013), inputs are copied to the SSD while the device goes on computing, each of them once,
 and an input that is still in memory is used from there.
 """
@@ -156,18 +156,18 @@ class InputStash:
         self.torch_device = CPU if device is None else device.torch_device
         #: For each part of a tensor, None being the whole: (version, stand-in), by identity of the tensor.
         self._stand_ins = WeakIdKeyDictionary()
-        #: The tensor of which another one is a slice (a weak reference), and which one.
+        #: The tensor that another one is a slice of (a weak reference), and the number of the slice.
         self._parts = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
         self.buffers = BufferCopies()
-        #: Whether what layers put into caches is kept.
+        #: Whether the caches keep the entries of layers.
         self.keeps_caches = True
         #: Inputs on their way from the device, the oldest first.
         self._leaving: deque[_Source] = deque()
 
     @contextmanager
     def keeping_caches(self, keeps: bool) -> Iterator[None]:
-        """Keep what layers put into caches, or drop it."""
+        """Keep the entries that layers put into caches, or drop them."""
         before, self.keeps_caches = self.keeps_caches, keeps
         try:
             yield
@@ -212,7 +212,7 @@ class InputStash:
         return stashed
 
     def wait_copied(self) -> None:
-        """Wait until no input is on its way from the device. What nothing else refers to is dropped."""
+        """Wait until no input is on its way from the device. Inputs without other references are dropped."""
         self._release(0)
 
     def _release(self, most: int) -> None:
@@ -227,7 +227,7 @@ class InputStash:
                 self._leaving.popleft().leave(wait=True)
 
 
-#: Recomputations that hold recomputed tensors, some of which are views of weights.
+#: Recomputations that hold recomputed tensors; some tensors are views of weights.
 _holding: weakref.WeakSet[Recomputation] = weakref.WeakSet()
 
 
@@ -259,9 +259,9 @@ class Recomputation:
     def __init__(
         self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash
     ) -> None:
-        """Keep what it takes to call `function`, which runs `module`, again.
+        """Store everything that a second call of `function`, which runs `module`, needs.
 
-        That is its inputs, the module's buffers, random states and autocast settings.
+        These are its inputs, the module's buffers, random states and autocast settings.
         """
         self.function = function
         self.buffers = BufferState(module, stash.buffers)

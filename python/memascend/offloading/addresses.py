@@ -1,4 +1,4 @@
-"""Addresses of what is on SSD: identities, which are compared and never read at.
+"""Addresses of tensors on SSD: identities, which are compared and never read at.
 
 Libraries find tensors that share memory by the addresses of their storages. A parameter on SSD, and the gradient that
 is kept there, has a storage of its own in an address space that no processor has: two tensors have the same address
@@ -62,10 +62,10 @@ class _NoMemoryError(MemascendError, AttributeError):
 
 
 class StandInStorage:
-    """What stands for the storage of values that are on SSD: an identity, a size and a device."""
+    """Stands for the storage of values that are on SSD: an identity, a size and a device."""
 
     def __init__(self, name: str, nbytes: int, device: torch.device) -> None:
-        """Take the next free addresses for `nbytes` bytes of what is called `name`."""
+        """Take the next free addresses for the `nbytes` bytes of `name`."""
         global _next
         with _lock:
             self._address, _next = _next, _next + round_up(nbytes + 1, _ALIGNMENT)
@@ -103,7 +103,7 @@ class StandInStorage:
 
 
 class TypedStandInStorage:
-    """As `StandInStorage`, counted in elements: what `torch.Tensor.storage` returns."""
+    """As `StandInStorage`, counted in elements, for `torch.Tensor.storage`."""
 
     def __init__(self, untyped: StandInStorage, dtype: torch.dtype) -> None:
         """Show `untyped` in elements of `dtype`."""
@@ -136,9 +136,9 @@ class TypedStandInStorage:
 
 
 def storage_of(tensor: torch.Tensor) -> StandInStorage:
-    """Return the storage that a stand-in shows a part of: that of a whole parameter, or of its present gradient."""
+    """Return the storage that a stand-in shows a part of: a whole parameter's, or its present gradient's."""
     session, place, source = locate(tensor)
-    if session.membership is not None:  # What follows would read the values on one rank alone.
+    if session.membership is not None:  # The code below would read the values on one rank alone.
         raise MemascendError(f"{place.name} is on SSD, divided over ranks: its storage {ADDRESS}")
     with as_held():
         device = tensor.device

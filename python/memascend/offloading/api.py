@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
-from memascend.errors import MemascendError, closed_error
+from memascend.errors import MemascendError
 from memascend.layout.division import divide
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
@@ -43,8 +43,8 @@ def offload_of(model: nn.Module) -> Session:
     session = find_offload(model)
     if session is None:
         raise MemascendError("the model is not offloaded: use memascend.offload or memascend.from_pretrained")
-    if session.runtime.closed:
-        raise closed_error(session.runtime, "the model was closed")
+    if session.closed:
+        raise session.closed_error("the model was closed")
     return session
 
 
@@ -58,14 +58,14 @@ def sessions_of(model: nn.Module) -> list[Session]:
     own = find_offload(model)
     if own is not None:
         sessions[own] = None
-    closed = next((session for session in sessions if session.runtime.closed), None)
+    closed = next((session for session in sessions if session.closed), None)
     if closed is not None:
-        raise closed_error(closed.runtime, "the model was closed")
+        raise closed.closed_error("the model was closed")
     return list(sessions)
 
 
 def refuse_ranks(model: nn.Module, what: str, instead: str) -> None:
-    """Raise MemascendError where a model's store is divided over ranks, of which `what` knows nothing yet."""
+    """Raise MemascendError where a model's store is divided over ranks, which `what` does not support yet."""
     for session in sessions_of(model):
         session.refuse_ranks(what, instead)
 
@@ -81,26 +81,26 @@ def set_host_memory(model: nn.Module, host_memory: str | int) -> None:
     Args:
         model: the offloaded model, not in a pass.
         host_memory: the new ceiling, in bytes or as "8GiB", which stays as it is; or "auto": from the next pass on it
-            follows what the machine leaves, up to `host_memory_max`.
+            follows the free memory of the machine, up to `host_memory_max`.
 
     Raises:
         BudgetError: it is less than the least that works, more than `host_memory_max`, or more than the machine leaves.
-        HostMemoryError: the system refuses the memory. The budget is what it was.
+        HostMemoryError: the system refuses the memory. The budget stays as it was.
         MemascendError: a pass is under way, or the model was opened without `host_memory_max`.
     """
     session = offload_of(model)
     if host_memory == AUTO:
-        session.follow_machine()
+        session.host_budget.follow_machine()
     else:
-        session.set_host_memory(parse_size(host_memory))
+        session.host_budget.set(parse_size(host_memory))
 
 
 def set_device_memory(model: nn.Module, device_memory: str | int) -> None:
     """Change the memory that memascend and PyTorch may hold on an offloaded model's device, between two passes.
 
-    Buffers of weights on the device are given back and those of the new budget reserved, when this returns; the next
-    pass copies weights there again. PyTorch's allocator gives back what it has cached, and is limited to the new
-    budget. Host memory, states and the store stay as they are. No bit changes. After an error the budget is what it
+    When this returns, the buffers of weights on the device are given back and the buffers of the new budget reserved;
+    the next pass copies weights there again. PyTorch's allocator gives back its cache, and is limited to the new
+    budget. Host memory, states and the store stay as they are. No bit changes. After an error the budget stays as it
     was, and the run goes on.
 
     Args:
@@ -122,7 +122,7 @@ def _check_not_offloaded(model: nn.Module) -> None:
     if session is not None:
         raise MemascendError(
             "the model was closed: its weights are no longer in it; make it anew, or resume its store"
-            if session.runtime.closed
+            if session.closed
             else "the model is offloaded already"
         )
 
@@ -183,11 +183,11 @@ def offload(
         model: parameters in bfloat16, float16 or float32, on the CPU or on `device`. Tied parameters stay tied.
         store: a directory or a raw block device, or several: `"/nvme/run1"`, `["/nvme0/run1", "/nvme1/run1"]`. "{rank}"
             in a path stands for the number of the process.
-        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB"; "auto" follows what the
-            machine leaves. None is the least that works.
+        host_memory: ceiling of the host memory that memascend holds, in bytes or as "8GiB"; "auto" follows the
+            free memory of the machine. None is the least that works.
         host_memory_max: the most that `memascend.set_host_memory` may make of it later, or that "auto" takes.
         device: where the model computes: "cuda", "cuda:1", or the CPU (None).
-        device_memory: ceiling of device memory; None is what is free.
+        device_memory: ceiling of device memory; None is all that is free.
         recompute: recompute the activations of the repeated layers in the backward pass.
         activations: where the inputs of recomputed layers wait: "recompute" (in place), "host" or "ssd".
         batch_tokens: tokens of a batch, or (sequences, length), from which the plan estimates activations.
@@ -204,12 +204,12 @@ def offload(
         options: `engine`, `direct`, `rates`, `depth`, `io_poll`, `sq_poll`, `checksums`, `allocator`, `huge_pages` and
             `compute_threads`: how bytes move, by default as the machine and `memascend bench` say.
 
-    `memascend.options.OffloadOptions` says of each option what it costs, its default and its limits, and
-    `memascend.options.Tuning` of those in `options`.
+    `memascend.options.OffloadOptions` describes the cost, the default and the limits of each option, and
+    `memascend.options.Tuning` the entries of `options`.
 
     Raises:
-        BudgetError: `host_memory` or `device_memory` is too small; `smallest_bytes` and the message say what would do.
-        DeviceError: the device does not exist or cannot be used; the message says what is missing.
+        BudgetError: `host_memory` or `device_memory` is too small; `smallest_bytes` and the message name one that fits.
+        DeviceError: the device does not exist or cannot be used; the message names the missing part.
         PinnedMemoryError: the system pins less memory than the smallest plan takes.
         StoreError: a volume cannot be used, is in use, or lacks space.
         RankError: the ranks do different things, or one of them does not answer.
@@ -239,7 +239,7 @@ def offload(
 def _divide(model: nn.Module, computing: Computing, ranks: Ranks | None) -> list[Unit]:
     """Divide the model into units, and those into the shares of `ranks`."""
     _check_parameters(model, computing.torch_device)
-    # Tables are whole over ranks: what a rank reads of one by rows depends on its data.
+    # Tables are whole over ranks: the rows that a rank reads depend on its data.
     pieces = computing.options.fused_loss if ranks is None else None
     units = partition(model, computing.torch_device, pieces, computing.options.gradients, computing.uploads)
     if ranks is not None:

@@ -1,4 +1,4 @@
-"""Looking at the machine between the passes of a model whose host memory budget follows what the machine leaves."""
+"""Samples the machine between the passes of a model whose host memory budget follows free memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOCKED = "/proc"
 
 
 class Watch:
-    """What is known of the machine, and of the passes of one model."""
+    """The latest samples of the machine, and the passes of one model."""
 
     def __init__(self) -> None:
         """Begin to sample the memory of this process."""
@@ -36,7 +36,7 @@ class Watch:
         self._next = 0.0
 
     def is_due(self, grad: bool) -> bool:
-        """Whether to look before a pass that begins now, with or without gradients."""
+        """Return whether to look before a pass that begins now, with or without gradients."""
         return time.monotonic() >= self._next or (grad and not self._grad)
 
     def look(self, plan: Plan, grad: bool, leaving: int, alone: bool) -> Change | None:
@@ -64,7 +64,7 @@ class Watch:
         self._budget.refused()
 
     def begin(self, grad: bool) -> None:
-        """Note that a pass begins, after what the look before it has changed."""
+        """Note that a pass begins, after the change, if any, that preceded it."""
         self._stalls.share()  # A change itself makes the kernel find memory.
         self._grad = grad
         self._growth.begin()
@@ -76,7 +76,7 @@ class Watch:
 
 @contextmanager
 def growing_alone() -> Iterator[bool]:
-    """Give whether this process may grow: one at a time looks at what is left, and takes it."""
+    """Give whether this process may grow: one at a time looks at the free memory, and takes it."""
     try:
         directory = os.open(_LOCKED, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

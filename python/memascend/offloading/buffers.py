@@ -35,7 +35,7 @@ _VALUES = frozenset({bool, int, float, str, tuple, type(None), list, dict, set, 
 #: Those among them that are changed in place, and the most elements of one that is restored.
 _CONTAINERS = frozenset({list, dict, set, deque})
 CONTAINER_MAX_ELEMENTS = 1000
-#: What every module has: its parameters, submodules and hooks.
+#: Attributes of every module: its parameters, submodules and hooks.
 _INTERNAL = frozenset(nn.Module().__dict__)
 
 
@@ -45,16 +45,16 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def collected_by_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint collects the tensors that are saved now, to compute them again (not reentrant).
+    """Return whether torch.utils.checkpoint collects the tensors that are saved now (not reentrant).
 
-    Its hooks count what is saved, in the forward pass and when they compute it again, so that ours must not be on top.
+    Its hooks count saved tensors, in the forward pass and when they compute it again, so that ours must not be on top.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor, and of no class of its own."""
+    """Return whether `value` is a tensor, and of no class of its own."""
     return type(value) is torch.Tensor
 
 
@@ -95,7 +95,7 @@ class Recorded:
         self.version = version_of(tensor)
         self.copy: torch.Tensor | None = None
         self.checksum: int | None = None
-        # What autograd made is an activation, whose writes it counts. Subclasses and other layouts
+        # A tensor with a node of autograd is an activation, whose writes it counts. Subclasses and other layouts
         # have no storage to copy.
         stored = is_plain(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta"
         if not stored or tensor.grad_fn is not None:
@@ -110,13 +110,13 @@ class Recorded:
         return zlib.crc32(_storage_bytes(self.tensor).cpu().numpy().data)
 
     def written(self) -> bool:
-        """Whether a tensor of which there is no copy has other values than then."""
+        """Return whether a tensor without a copy has other values than at the call."""
         if self.copy is not None:
             return False
         return version_of(self.tensor) != self.version or (self.checksum is not None and self._sum() != self.checksum)
 
     def values(self, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return a tensor of the values of then; what shared a storage shares one of `storages`."""
+        """Return a tensor with the values of the call; tensors that shared a storage share one of `storages`."""
         tensor = self.tensor
         if self.copy is None:
             # Detached, so that the graph of the recomputation does not reach into an older one.
@@ -130,10 +130,10 @@ class Recorded:
 
 
 class BufferState:
-    """What the modules of a unit held when it was called: registered buffers, and tensors that are plain attributes."""
+    """The state of a unit's modules when it was called: registered buffers, and tensors that are plain attributes."""
 
     def __init__(self, module: nn.Module, copies: BufferCopies, *, within_checkpoint: bool = False) -> None:
-        """Record what the modules of `module` hold now, also `within_checkpoint`s, which else restore nothing."""
+        """Record the state of the modules of `module`, also `within_checkpoint`s, which else restore nothing."""
         self.module = module
         #: Generators that are attributes of the modules.
         self.generators: list[torch.Generator] = []
@@ -221,14 +221,14 @@ class BufferState:
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
-    """Whether a call of `module` now would be one under checkpointing: transformers', or torch.utils.checkpoint."""
+    """Return whether transformers or torch.utils.checkpoint would checkpoint a call of `module` now."""
     if module.training and getattr(module, "gradient_checkpointing", False):
         return True
     return collected_by_checkpoint()
 
 
 def _restore(holder: dict[str, Any], wanted: dict[str, Any], present: dict[str, Any]) -> None:
-    """Have `holder`, which holds what `present` does, hold the tensors and values of `wanted`."""
+    """Set the attributes of `holder`, which are `present`, to the tensors and values of `wanted`."""
     for name in wanted.keys() | present.keys():
         value, other = wanted.get(name, _MISSING), present.get(name, _MISSING)
         if value is other or not (_is_value(value) or _is_value(other)):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Keyword arguments by which models of transformers are given a key-value cache.
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "cache")
-#: What may be asked of an entry that was dropped.
+#: Attributes that a dropped entry still answers.
 _DESCRIPTIONS = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
@@ -80,18 +80,18 @@ def _is_state_type(kind: type) -> bool:
 
 
 def is_state(value: Any) -> bool:
-    """Whether `value` is an object of transformers that a layer may change, such as a cache."""
+    """Return whether `value` is an object of transformers that a layer may change, such as a cache."""
     return _is_state_type(type(value))  # type: ignore[arg-type]
 
 
 def is_cache(value: Any) -> bool:
-    """Whether `value` is a key-value cache of transformers."""
+    """Return whether `value` is a key-value cache of transformers."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
 
 def asks_for_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a model's arguments ask it for a cache, or hand it one to fill."""
+    """Return whether a model's arguments ask it for a cache, or hand it one to fill."""
     return bool(kwargs.get("use_cache")) or any(is_cache(value) for value in (*args, *kwargs.values()))
 
 

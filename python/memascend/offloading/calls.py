@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """The arguments of one call of a layer, of which those are cut that have a row for each of the batch's."""
+    """The arguments of one call of a layer. Tensors with as many rows as the batch are cut."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], rows: int) -> None:
-        """Find what is to be cut in the arguments of a batch of `rows`."""
+        """Find the tensors to cut in the arguments of a batch of `rows`."""
         self.rows = rows
         self.leaves, self._structure = pytree.tree_flatten((args, kwargs), is_leaf=is_state)
         self.cut = [
@@ -40,7 +40,7 @@ class Call:
         return 0 if rows % self.rows else rows // self.rows
 
     def kind(self) -> Hashable:
-        """Return what calls have in common that are cut alike, whatever the sizes of their tensors."""
+        """Return a key that calls which are cut alike share, whatever the sizes of their tensors."""
         cut = set(self.cut)
         described = (
             ("cut" if index in cut else "tensor")
@@ -79,14 +79,14 @@ class Call:
 
 
 class Outputs(NamedTuple):
-    """What one call of a layer has returned, and what transformers has collected of it meanwhile."""
+    """The result of one call of a layer, and the values that transformers has collected of it."""
 
     leaves: list[Any]
     structure: Any
 
     @staticmethod
     def of(result: Any, collected: list[Any]) -> Outputs:
-        """Flatten a result, and put behind it what was collected."""
+        """Flatten a result, and append the collected values."""
         leaves, structure = pytree.tree_flatten(result, is_leaf=_is_whole)
         return Outputs([*leaves, *collected], structure)
 

@@ -1,8 +1,8 @@
 """Weights that autocast converts: PyTorch keeps each converted weight until the outermost autocast block ends.
 
 Two uses of a weight in one block then share a conversion, and their gradients are added in the lower precision. The
-conversions of a streamed model would take the memory of half the model, so they are dropped when a unit is let go. What
-remains is to refuse a second use in the same block, whose gradient would have other bits.
+conversions of a streamed model would take the memory of half the model, so they are dropped when a unit is let go. A
+second use in the same block, whose gradient would have other bits, is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CastWeights:
                 self._conversion = self._convert()
 
     def _shares(self) -> bool:
-        """Whether a conversion made now is used again; not in backward passes, which compute layers again."""
+        """Return whether a conversion made now is used again: not in backward passes, which recompute layers."""
         return (
             torch.is_autocast_enabled(self._device_type)
             and torch.is_autocast_cache_enabled()
@@ -71,7 +71,7 @@ class CastWeights:
 
 
 def _is_cast(module: nn.Module) -> bool:
-    """Whether autocast converts weights of a module that are trained."""
+    """Return whether autocast converts weights of a module that are trained."""
     return any(
         parameter.requires_grad and parameter.dtype == torch.float32 and parameter.ndim > 1
         for inner in module.modules()

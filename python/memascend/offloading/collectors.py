@@ -1,4 +1,4 @@
-"""What transformers collects within layers while a model runs: attentions, the logits of routers."""
+"""Values that transformers collects within layers while a model runs: attentions, the logits of routers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def _lists() -> dict[str, list[Any]]:
 
 
 def collected_kinds() -> tuple[str, ...]:
-    """Return the names of what is collected now."""
+    """Return the names of the values that are collected now."""
     return tuple(_lists())
 
 
 class Collected:
-    """What is collected from now on, of a layer that runs several times where the model means one."""
+    """Collects the values of a layer that runs several times where the model means one call."""
 
     def __init__(self) -> None:
         """Begin before the layer's first call."""
@@ -30,7 +30,7 @@ class Collected:
         self._targets: list[list[Any]] = []
 
     def take(self) -> list[Any]:
-        """Take what one call has added out of the lists."""
+        """Remove the values that one call has added from the lists, and return them."""
         taken: list[Any] = []
         self._targets = []
         for values, before in zip(self._lists, self._before, strict=True):
@@ -40,6 +40,6 @@ class Collected:
         return taken
 
     def add(self, joined: list[Any]) -> None:
-        """Add, for each value that the last call had added, what was made of those of all calls."""
+        """Add, for each value that the last call had added, one value made from all calls."""
         for values, value in zip(self._targets, joined, strict=True):
             values.append(value)

@@ -1,4 +1,4 @@
-"""Where and how an offloaded model computes: its device, that device's memory, and what becomes of activations."""
+"""Where and how an offloaded model computes: its device, that device's memory, and the place of activations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Computing:
 
     @property
     def device_memory(self) -> int | None:
-        """Ceiling of what memascend and PyTorch hold in device memory, in bytes. None is what is free."""
+        """Ceiling of the device memory of memascend and PyTorch, in bytes. None is all that is free."""
         return cast("int | None", self.options.device_memory)
 
     def with_device_memory(self, budget: int) -> Computing:
@@ -68,7 +68,7 @@ class Computing:
 
     @property
     def uploads(self) -> bool:
-        """Whether what is computed with goes on from host memory to a device."""
+        """Whether weights go on from host memory to a device."""
         return self.device is not None
 
     @property
@@ -77,7 +77,7 @@ class Computing:
         return CPU if self.device is None else self.device.torch_device
 
     def plan(self, units: Sequence[Unit], config: Any, leaving_bytes: int) -> DevicePlan | None:
-        """Plan the device's memory, of which `leaving_bytes` are in use and free by then, or return None for the CPU.
+        """Plan the device's memory, or return None for the CPU. `leaving_bytes` in use now will be free.
 
         Raises BudgetError where the device has less memory free than the plan takes.
         """

@@ -1,9 +1,9 @@
 """Sums of gradients that stay on the device from one backward pass to the next.
 
-A byte of a weight on the device saves two copies for each micro-batch, one of a sum saves a copy in all passes but one
-and the host's addition: so sums get what all weights leave. Otherwise the host adds. Copying a sum up to add it there
-would put half as much again into the direction that weights take, which is the fuller one. Where more passes follow
-than predicted, the host adds them; where a step comes earlier, all sums leave at once.
+A byte of a weight on the device saves two copies for each micro-batch; a byte of a sum saves a copy in all passes but
+one, and the host's addition. So sums get the memory that weights leave. Otherwise the host adds. Copying a sum up to
+add it there would add half to the traffic towards the device, the busier direction, which weights take. Where more
+passes follow than predicted, the host adds them; where a step comes earlier, all sums leave at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceSums:
         self.room = room
         self.nbytes = 0
         self._sums: dict[Place, torch.Tensor] = {}
-        #: For each place: the passes that its gradient is the sum of, and those of the gradient before it.
+        #: For each place: the passes summed in its gradient, and the passes summed in the gradient before it.
         self._passes: dict[Place, int] = {}
         self._expected: dict[Place, int] = {}
 
@@ -39,8 +39,8 @@ class DeviceSums:
     def add(self, place: Place, gradient: torch.Tensor, accumulate: bool) -> tuple[torch.Tensor, bool] | None:
         """Take a new gradient, to be added to the one so far if `accumulate`; None if the sum stays.
 
-        Otherwise returns what is to leave the device, (elements of the parameter,), and whether it is to be added to
-        what was put aside. The gradient is contiguous, and written to by later passes. The sum has the bits of
+        Otherwise returns the gradient that is to leave the device, (elements of the parameter,), and whether it is to
+        be added to the stored one. The gradient is contiguous, and written to by later passes. The sum has the bits of
         autograd's.
         """
         earlier, gradient = self.take(place), gradient.view(-1)

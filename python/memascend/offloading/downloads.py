@@ -1,8 +1,8 @@
-"""Gradients that a device makes, on their way to the other ranks: each is copied to where it is sent from.
+"""Gradients that a device makes, on their way to the other ranks: each is copied into a buffer for sending.
 
-The sums are made on the CPU, from what all ranks sent, as accumulated gradients are there in one process. Gathering and
-adding on the device by NCCL would spare the host's memory the bytes of other ranks; without several devices, no test
-could show that this is right.
+The sums are made on the CPU, from the pieces of all ranks, as accumulated gradients are there in one process. Gathering
+and adding on the device by NCCL would spare the host's memory the bytes of other ranks; without several devices, no
+test could show that this is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Copy(NamedTuple):
     done: CudaEvent
 
     def copied(self) -> bool:
-        """Whether the device memory is no longer read."""
+        """Return whether the device memory is no longer read."""
         return self.done.is_done()
 
     def wait_copied(self) -> None:

@@ -1,7 +1,7 @@
 """Updates in the backward pass: each large tensor is updated as soon as autograd has made its gradient.
 
 The gradient then never goes to the SSD. The bits are those of an update after `optimizer.step()`, since `step` refuses
-to follow where its options, or the gradients that it would use, are not those of the updates.
+to follow where its options, or the gradients that it would use, differ from the options and gradients of the updates.
 
 A weight's node in the graph runs after all nodes that use the weight, so its bytes can change in the unit's buffer
 while the rest of the layer goes on; names in the graph carry versions, so a later use is refused. Uses that give the
@@ -28,8 +28,6 @@ from memascend.plan.host import updates_early
 from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memascend._memascend import Ticket
     from memascend.common.timeline import Timeline
     from memascend.durable.generations import Generations
@@ -52,15 +50,10 @@ class EarlyUpdates:
         generations: Generations,
         timeline: Timeline,
         in_flight_bytes: int,
-        writes_through: Callable[[], bool],
     ) -> None:
-        """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most.
-
-        `writes_through` says whether updates write at once what stays in memory.
-        """
+        """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most."""
         self._streamer = streamer
         self._generations = generations
-        self._writes_through = writes_through
         self._timeline = timeline
         self._in_flight_bytes = in_flight_bytes
         #: Updates under way and their gradients, the oldest first.
@@ -97,7 +90,7 @@ class EarlyUpdates:
         return optimizer if optimizer is not None and self._generations.allows_early(optimizer) else None
 
     def _update(self, tensor: StoreTensor, segment: Segment) -> Update:
-        return Update(tensor, [segment], captured=False, write_through=self._writes_through())
+        return Update(tensor, [segment], captured=False, write_through=self._generations.writes_through(early=True))
 
     def _note_taken(self, place: Place, optimizer: Optimizer, segment: Segment) -> None:
         """Note that the update of a parameter was started."""
@@ -108,7 +101,7 @@ class EarlyUpdates:
         place.parameter.grad = place.marker
 
     def _is_viewed(self, place: Place) -> bool:
-        """Whether anything may still read the weight where it is: a part of the graph that gives it no gradient."""
+        """Return whether a part of the graph that gives the weight no gradient may still read it in place."""
         storage = self._streamer.residencies[place.tensor.unit].storage
         if storage is None or _use_count is None:
             return True

@@ -1,6 +1,6 @@
 """Updates in the backward pass of a device: a gradient is applied chunk by chunk as it arrives in host memory.
 
-The device computes on meanwhile, with the weights that it has: its copies are those of before the step, which confirms
+The device computes on meanwhile, with the weights that it has: its copies are from before the step, which confirms
 the updates and gives the copies up.
 
 A unit's buffer in host memory is kept from its last use in the pass until its gradients are there; where another unit
@@ -40,13 +40,12 @@ class EarlyUpdatesOnDevice(EarlyUpdates):
         generations: Generations,
         timeline: Timeline,
         device: ComputeDevice,
-        writes_through: Callable[[], bool],
     ) -> None:
         """Update weights in host memory, or on the store where `streamer` has given their buffer up.
 
-        `writes_through` is as in `EarlyUpdates`. `hold` has to be set.
+        `hold` has to be set.
         """
-        super().__init__(streamer, generations, timeline, 0, writes_through)
+        super().__init__(streamer, generations, timeline, 0)
         self._device = device
         #: Called with a copy under way from the device, the event that it waits for, and the tensors that have to live
         #: until its end. See `memascend.offloading.gradients.GradientCapture.hold`.

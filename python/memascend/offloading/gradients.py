@@ -33,7 +33,7 @@ class LeavingCopy(Protocol):
     """A copy from the device that is under way."""
 
     def copied(self) -> bool:
-        """Whether the device memory is no longer read."""
+        """Return whether the device memory is no longer read."""
 
     def wait_copied(self) -> None:
         """Wait until the device memory is no longer read."""
@@ -46,11 +46,12 @@ class GradientCapture:
     stay there as far as the plan has room (`sums`). Call `finish` before using the norm or the overflow check of such a
     gradient.
 
-    The marker is a stand-in (`memascend.offloading.stand_ins`): what a program does with it is done with the gradient.
+    The marker is a stand-in (`memascend.offloading.stand_ins`): an operation on it is done with the gradient.
     Setting `parameter.grad = None` discards the gradient, as in PyTorch.
 
-    A tensor's `gradient_dtype` may be bfloat16 where its weights are float32. What is kept is then the rounding of the
-    new gradient, or of the float32 sum of what was kept and the new one; norm and overflow check are of what is kept.
+    A tensor's `gradient_dtype` may be bfloat16 where its weights are float32. The stored gradient is then the
+    rounding of the new one, or of the float32 sum of the stored and the new one; norm and overflow check are of the
+    stored gradient.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class GradientCapture:
         with as_held():
             node = get_gradient_edge(parameter).node
         captured = parameter.register_post_accumulate_grad_hook(after)
-        # The program's own hooks see what is captured, wherever it has registered them.
+        # The program's own hooks see the captured gradient, wherever it has registered them.
         hooks: Any = parameter._post_accumulate_grad_hooks
         hooks.move_to_end(captured.id, last=False)
         place.hooks = [_HeldNode(node, node.register_prehook(before)), captured]
@@ -160,7 +161,7 @@ class GradientCapture:
         self._note_kept(place, accumulate)
 
     def _take(self, place: Place, accumulate: bool) -> torch.Tensor | None:
-        """Take a new gradient from `parameter.grad`, in the place of which stands again what it is added to, if any.
+        """Take a new gradient from `parameter.grad`, and put the gradient that it is added to, if any, back there.
 
         None if there is nothing to add. Raises as `capture`.
         """
@@ -190,7 +191,7 @@ class GradientCapture:
             place.added += 1
         else:
             place.captured += 1
-            # What stood for an earlier gradient must not show this one.
+            # The stand-in of an earlier gradient must not show this one.
             place.marker = make_marker(place)
         place.parameter.grad = place.marker
 
@@ -265,7 +266,7 @@ class GradientCapture:
                 add_from_device(ranges, blocks, self.streamer, self.device)
             place.sum_squares, place.non_finite = ranges.end()
         except BaseException:
-            # Some blocks are there, and others are not. What earlier backward passes left is gone, and reading it or
+            # Some blocks are there, and others are not. The sum of earlier backward passes is gone, and reading it or
             # adding to it is refused.
             place.held, place.parameter.grad = False, place.marker if accumulate else None
             raise
@@ -356,7 +357,7 @@ class GradientCapture:
         Raises the error of a copy that failed: the gradient must not be used.
         """
         if place in self.sums:
-            self._bring_down()  # all of them: what asks for one is a step, as a rule, which asks for the others next
+            self._bring_down()  # all of them: a step, which usually asks for one, asks for the others next
         if place.capturing:
             with self.timeline.waiting("d2h"):
                 place.sum_squares, place.non_finite = place.capturing[0].wait()
@@ -400,7 +401,7 @@ class GradientCapture:
         if place.early:
             raise MemascendError(early_gradient(place.name))
         self._discard(place)
-        # As it is put aside: what overflows there is not finite.
+        # In the stored dtype: a value that overflows there is not finite.
         value = torch.full((), value, dtype=place.dtype).to(place.tensor.gradient_dtype).item()
         place.held, place.filled = True, value
         place.sum_squares, place.non_finite = value * value * place.numel, not math.isfinite(value)
@@ -458,7 +459,7 @@ class GradientCapture:
         place.capturing = []
 
     def complete(self) -> None:
-        """Complete the gradients of the last backward pass: those of a program by itself are complete."""
+        """Complete the gradients of the last backward pass; in one process they are complete."""
 
     def close(self) -> None:
         """Wait until no copy reads the device, and no update a gradient."""

@@ -8,7 +8,7 @@ stride, and the unit is fetched again when the backward pass asks. PyTorch compa
 pack, so names and other saved tensors carry theirs. Every parameter counts its steps: a backward pass through a graph
 older than a step raises.
 
-Streaming surrounds what is compiled: fetches are outside a layer's compiled call, where Dynamo does not look, and
+Streaming surrounds compiled layers: fetches are outside a layer's compiled call, where Dynamo does not look, and
 graphs see parameters that have their values. Logits that are not computed yet cannot be traced, so Dynamo leaves a
 model with tables as it is (`common.graphs`).
 
@@ -143,7 +143,7 @@ class _WatchedParameters(dict):
 class Hooks:
     """The hooks of one session in its model."""
 
-    #: Returns what takes the place of a module's `save_pretrained`, or None. The format of saved
+    #: Returns the replacement of a module's `save_pretrained`, or None. The format of saved
     #: models is a matter of `memascend.formats`, which sets this.
     saver_of: ClassVar[Callable[[nn.Module], Callable[..., None] | None]] = staticmethod(lambda module: None)
 
@@ -155,17 +155,17 @@ class Hooks:
         self.tracked: dict[str, Any] = {}
         #: The model once the hooks are in it.
         self._model: nn.Module | None = None
-        #: (module, attribute, what its `__dict__` held before, or None), in the order of
+        #: (module, attribute, previous entry of its `__dict__`, or None), in the order of
         #: replacement.
         self._originals: list[tuple[nn.Module, str, Any]] = []
-        #: Those of them by which parts of layers, and norms, run on tiles.
+        #: The replacements by which parts of layers, and norms, run on tiles.
         self._tiled: dict[nn.Module, tuple[nn.Module, str, Any]] = {}
         #: The units that a use fetches. A table stays a stand-in, for functions that read its blocks.
         self._owners: dict[nn.Parameter, Unit] = {
             place.parameter: unit for unit in session.units if not unit.is_table for place in unit.places
         }
         self._tables = {place.parameter for unit in session.units if unit.is_table for place in unit.places}
-        #: Places by the address of what absent parameters hold.
+        #: Places by the address of the tensor that an absent parameter holds.
         self._absent: dict[int, Place] = {}
         self._casts = CastWeights(session.torch_device.type)
         #: Hooks of modules.
@@ -289,11 +289,11 @@ class Hooks:
         module.__dict__[name] = value
 
     def _surround(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
-        """Replace a module's forward by `around(forward)`, or wrap what `torch.compile` has made of it.
+        """Replace a module's forward by `around(forward)`, or wrap the result of `torch.compile`.
 
         Of the whole model the call is surrounded, hooks included, so that another forward may take the place of its own
-        (TRL and Liger-Kernel do that). The wrapper itself is never traced: it fetches and releases buffers, of which a
-        compiled graph knows nothing.
+        (TRL and Liger-Kernel do that). The wrapper itself is never traced: it fetches and releases buffers, which a
+        compiled graph does not know.
         """
         whole = module is self.session.model()
 
@@ -303,7 +303,7 @@ class Hooks:
                 name, original = "_compiled_call_impl", compiled or module._call_impl
             else:
                 name, original = "forward", module.forward
-            in_turn = self.session.streamer.turns.around(around(original), "a forward pass")
+            in_turn = self.session.turns.around(around(original), "a forward pass")
             self._replace(module, name, torch.compiler.disable(in_turn))
             if whole and compiled is not None:
                 self._say_uncompiled(module)
@@ -321,7 +321,7 @@ class Hooks:
                 for entry in self._originals
                 if entry[0] is module
                 and entry[1] in ("forward", "_compiled_call_impl", "compile")
-                and entry is not self._tiled.get(module)  # What is compiled runs on tiles all the same.
+                and entry is not self._tiled.get(module)  # A compiled part runs on tiles all the same.
             ]
             _restore(mine)
             taken = {id(entry) for entry in mine}
@@ -334,7 +334,7 @@ class Hooks:
         self._replace(module, "compile", compile_)
 
     def _say_uncompiled(self, model: nn.Module) -> None:
-        """Say once that compiling the whole model, or what calls it, compiles none of its layers."""
+        """Say once that compiling the whole model, or its caller, compiles none of its layers."""
         if self._said_uncompiled:
             return
         self._said_uncompiled = True
@@ -347,7 +347,7 @@ class Hooks:
     # ---- forwards ---------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
-        """Raise MemascendError in a forked child, where what stayed in memory is absent."""
+        """Raise MemascendError in a forked child, which lacks the weights that stayed in memory."""
         if self.session.runtime.forked:
             raise MemascendError(FORKED)
 
@@ -360,7 +360,7 @@ class Hooks:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._check_process()
-            if session.streamer.depth == 0 and torch.is_grad_enabled():
+            if not session.in_pass and torch.is_grad_enabled():
                 session.generations.begin_part()
             wanted = recompute and (
                 session.options.recompute or (module.training and getattr(module, "gradient_checkpointing", False))
@@ -368,10 +368,10 @@ class Hooks:
             if not (wanted and torch.is_grad_enabled()):
                 # A module called by itself: the forward of the whole model would save names of
                 # weights already.
-                alone = session.streamer.depth == 0 and torch.is_grad_enabled() and not collected_by_checkpoint()
+                alone = not session.in_pass and torch.is_grad_enabled() and not collected_by_checkpoint()
                 with self.saving_names() if alone else nullcontext():
                     result = run(*args, **kwargs)
-                return conceal(result, session) if session.streamer.depth == 0 else result
+                return conceal(result, session) if not session.in_pass else result
             kwargs = caches_as_checkpointed(module, kwargs)
             check_caches(module, kwargs)
             places = [place for unit in needed for place in unit.places]
@@ -439,7 +439,7 @@ class Hooks:
         """Wrap the forward of the whole model: one pass of the stream."""
         session, streamer = self.session, self.session.streamer
         if self._tables:
-            # Dynamo cannot trace logits that are not computed yet. Without tables, it traces what lies between layers.
+            # Dynamo cannot trace logits that are not computed yet. Without tables, it traces the code between layers.
             original = outside_of_graphs(original)
         own = (parameter for parameter in model._parameters.values() if parameter is not None)
         direct = [self._owners[parameter] for parameter in own if parameter in self._owners]
@@ -460,7 +460,7 @@ class Hooks:
                 self._say_uncompiled(model)
             check_transforms("the model")
             streamer.refuse_early()
-            session.fit_memory(grad)
+            session.host_budget.fit(grad)
             if grad:
                 self._watch_gradients()
                 session.generations.begin()
@@ -501,7 +501,7 @@ class Hooks:
         """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""
         model = self.session.model()
         assert model is not None, "the caller holds the model"
-        return self.session.streamer.turns.around(self._whole(model, function), "a forward pass")
+        return self.session.turns.around(self._whole(model, function), "a forward pass")
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""
@@ -540,7 +540,7 @@ class Hooks:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    # ---- what would change a parameter's storage ----------------------------------------------------------
+    # ---- changes of a parameter's storage ----------------------------------------------------------
 
     def _guard(self, module: nn.Module) -> None:
         """Refuse to convert or to replace the parameters of a module by its own methods."""
@@ -564,7 +564,7 @@ class Hooks:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values in memory of its own: a class that answers operations itself need not."""
+    """Return whether a tensor has memory of its own: a class that answers operations itself need not."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
@@ -576,7 +576,7 @@ def _version(place: Place) -> tuple[int, int]:
 
 @contextmanager
 def _trained_as(places: list[Place], trained: list[bool]) -> Iterator[None]:
-    """Have parameters require gradients as they did before: a graph computed again is that of then."""
+    """Have parameters require gradients as they did before: a graph computed again is the graph of the first call."""
     with as_held():
         changed = [
             place.parameter for place, was in zip(places, trained, strict=True) if place.parameter.requires_grad != was
@@ -592,7 +592,7 @@ def _trained_as(places: list[Place], trained: list[bool]) -> Iterator[None]:
 
 
 def _leaves_alone(fn: Callable, parameter: nn.Parameter) -> bool:
-    """Whether `fn`, which `Module._apply` is to call, leaves the parameter as it is.
+    """Return whether `fn`, which `Module._apply` is to call, leaves the parameter as it is.
 
     Raises MemascendError if it gives the parameter another dtype, device or order of elements in memory.
     """
@@ -612,7 +612,7 @@ def _leaves_alone(fn: Callable, parameter: nn.Parameter) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into a model."""
+    """Return whether PEFT has put adapters into a model."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
 

@@ -1,6 +1,6 @@
 """Gradients of a model whose store is divided over ranks: the pieces of each rank's shares are added in rank order.
 
-What comes of N ranks has the bits of N micro-batches that one process accumulates: the same additions, by the same
+The result of N ranks has the bits of N micro-batches that one process accumulates: the same additions, by the same
 kernels, in the order of the ranks.
 
 Gradients wait until the backward pass goes on to another unit, which all ranks do alike. The sum is put aside once. The
@@ -31,20 +31,21 @@ if TYPE_CHECKING:
     from memascend.ranks.group import Ranks
     from memascend.residency.gathering import GatheringStreamer
 
-#: What a rank says of a parameter: it has a new gradient of it; it keeps an earlier one, to which new ones are added.
+#: The entries of a rank for a parameter: it has a new gradient of it; it keeps an earlier one, to which new ones are
+#: added.
 NEW, KEPT = 1, 2
 
 
 class JoinedGradients(GradientCapture):
-    """Captures gradients, and keeps of each the sum over all ranks of what this rank's store has of it.
+    """Captures gradients, and keeps the sum over all ranks of this rank's share of each.
 
-    The gradients of a unit are exchanged when the backward pass goes on to another unit, and those that came later, or
-    of units that it does not use, at its end. Each exchange begins with what every rank has: an expert that a rank did
-    not use has no gradient there. Norms and overflow checks are known at the end of the backward pass.
+    The gradients of a unit are exchanged when the backward pass goes on to another unit. Later gradients, and gradients
+    of units that it does not use, are exchanged at its end. Each exchange begins with a list from every rank: an expert
+    that a rank did not use has no gradient there. Norms and overflow checks are known at the end of the backward pass.
     """
 
     def __init__(self, ranks: Ranks, units: Sequence[Unit], *args: Any) -> None:
-        """Join the gradients of `units` with the other `ranks`; the other arguments are those of `GradientCapture`."""
+        """Join the gradients of `units` with the other `ranks`; `GradientCapture` takes the other arguments."""
         super().__init__(*args)
         self.ranks = ranks
         self._units = list(units)
@@ -175,9 +176,9 @@ class JoinedGradients(GradientCapture):
                 )
 
     def _swap(self, action: str, places: Sequence[Place], owners: list[list[bool]]) -> dict[Place, list[torch.Tensor]]:
-        """Send each rank what it keeps of this rank's gradients, and return what came, in the order of the ranks.
+        """Send each rank its share of this rank's gradients, and return the received pieces, in the order of the ranks.
 
-        `owners` says of each place which ranks have a gradient. What came is of this rank's elements of the place.
+        `owners` says of each place which ranks have a gradient. A received piece has this rank's elements of the place.
         """
         mine = self.ranks.rank
         counts, wanted = [0] * self.ranks.size, [0] * self.ranks.size
@@ -217,7 +218,7 @@ class JoinedGradients(GradientCapture):
         return packed
 
     def _join(self, place: Place, pieces: Sequence[torch.Tensor]) -> None:
-        """Keep the sum of the pieces, or add them to what is kept: (elements that this rank has of the place,) each."""
+        """Store or add to the sum of the pieces: (elements that this rank has of the place,) each."""
         accumulate = place.parameter.grad is place.marker
         gradient = self.allocate(place.tensor)
         blocks = 1 if place.tensor.packed else -(-place.tensor.numel // GRADIENT_BLOCK)
@@ -264,7 +265,7 @@ class JoinedGradients(GradientCapture):
             self._sums[dtype] = self.runtime.create_packed_gradient(DTYPE_NAMES[dtype], GRADIENT_BLOCK)
         return self._sums[dtype]
 
-    # ---- what programs do with gradients ----------------------------------------------------------------
+    # ---- uses of gradients by programs ----------------------------------------------------------------
 
     def values(self, place: Place) -> torch.Tensor:
         """Raise MemascendError: this rank keeps a share of the gradient."""

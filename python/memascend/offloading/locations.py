@@ -1,8 +1,8 @@
 """Where the store of each rank lies: by a pattern with the rank's number, or by a list with an entry for each rank.
 
 A list has one meaning: with a list within it, it has an entry for each rank; without one, it is the volumes of each
-rank, of which one has "{rank}". Guessing by the number of entries would make the meaning depend on how many processes
-start.
+rank, at least one of them with "{rank}". Guessing by the number of entries would make the meaning depend on how many
+processes start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from memascend.options import RankLocations
 
-#: What of a location of a store the rank's number takes the place of.
+#: The part of a location that the rank's number replaces.
 PATTERN = "{rank}"
 
 
@@ -63,7 +63,7 @@ def locations_of(store: RankLocations, rank: int, ranks: int) -> list[str | os.P
 
 
 def by_rank(store: RankLocations) -> bool:
-    """Whether a store is given as a list with an entry for each rank."""
+    """Return whether a store is given as a list with an entry for each rank."""
     return any(not isinstance(entry, str | os.PathLike) for entry in _entries(store))
 
 

@@ -77,7 +77,7 @@ def open_runtime(
     replace: bool = False,
     device: int | None = None,
 ) -> Runtime:
-    """Create the native side of `plan` on the locations of `store`, or open what is there to `resume`.
+    """Create the native side of `plan` on the locations of `store`, or open a store to `resume`.
 
     The store of an earlier run is refused, or deleted to `replace` it. Host memory is pinned for the CUDA device with
     the number `device`.
@@ -126,7 +126,7 @@ def set_heap(plan: Plan) -> None:
 
 
 def when_free(open_store: Callable[[], _Opened]) -> _Opened:
-    """Return what `open_store` opens. Models of this process that nothing refers to let go of what they have before.
+    """Return the result of `open_store`. Unreferenced models of this process are closed before.
 
     Raises StoreError, saying how to let go, where a model or an optimizer of this process, or another process of the
     same launch, still has the store.
@@ -148,12 +148,12 @@ def when_free(open_store: Callable[[], _Opened]) -> _Opened:
 
 
 def _is_lacking(error: MemascendError) -> bool:
-    """Whether a store could not be opened for want of what another model of this process may have."""
+    """Return whether a store could not be opened for lack of resources that another model may hold."""
     return not isinstance(error, StoreError) or error.errno == errno.ENOSPC or _is_ours(error)
 
 
 def _is_ours(error: StoreError) -> bool:
-    """Whether a store could not be opened because this process has it open."""
+    """Return whether a store could not be opened because this process has it open."""
     if error.errno != errno.EBUSY or error.filename is None:
         return False
     wanted = os.path.realpath(error.filename)
@@ -172,7 +172,7 @@ def close_at_exit(holder: StoreHolder) -> None:
 
 
 def _any_open() -> bool:
-    """Whether a store is open, for a thread that looks while others open and close them."""
+    """Return whether a store is open, for a thread that looks while others open and close them."""
     try:
         return any(not holder.runtime.closed for holder in list(_open_holders))
     except RuntimeError:  # One was opened just now.

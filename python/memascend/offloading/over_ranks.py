@@ -1,4 +1,4 @@
-"""Offloading over ranks: what `memascend.offload` checks and compares there, and what it refuses."""
+"""Offloading over ranks: the options and weights that ranks check, compare and refuse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
 
 
 def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions:
-    """Return the options of a store that is divided over ranks, with what "auto" means there.
+    """Return the options of a store that is divided over ranks, with the meaning of "auto" there.
 
     `store` has the locations of this rank; `frozen` is as in `memascend.from_pretrained`. Raises MemascendError for an
     option that cannot be had there yet.
@@ -70,7 +70,7 @@ def join(ranks: Ranks) -> Membership:
 
 @contextmanager
 def telling(ranks: Ranks | None) -> Iterator[None]:
-    """Tell the other ranks of an error that ends what this one is doing: they need not wait for it."""
+    """Tell the other ranks of an error that ends the work of this one: they need not wait for it."""
     try:
         yield
     except BaseException as error:
@@ -127,7 +127,7 @@ def compare_layout(ranks: Ranks, units: Sequence[Unit]) -> None:
 
 
 def compare_checkpoints(ranks: Ranks, fingerprint: bytes, where: Path) -> None:
-    """Raise CheckpointError on every rank where the weights that one is to read are not those of rank 0."""
+    """Raise CheckpointError on every rank where one is to read other weights than rank 0."""
     digests = ranks.collect("compare the checkpoints", _digest_of(fingerprint)).view(-1).tolist()
     unlike = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if unlike is not None:
@@ -137,7 +137,7 @@ def compare_checkpoints(ranks: Ranks, fingerprint: bytes, where: Path) -> None:
 
 
 class ComparedWeights:
-    """Reads the weights that a store is filled with, and compares those of all ranks."""
+    """Reads the weights that a store is filled with, and compares them over all ranks."""
 
     def __init__(self, read: Callable[..., object]) -> None:
         """Read by `read(place, target)`."""
@@ -145,12 +145,12 @@ class ComparedWeights:
         self._digests: dict[Place, torch.Tensor] = {}
 
     def read(self, place: Place, target: torch.Tensor) -> None:
-        """Fill `target`, of the parameter's shape and dtype, and note what it was filled with."""
+        """Fill `target`, of the parameter's shape and dtype, and note the digest of its values."""
         self._read(place, target)
         self._digests[place] = _digest_of(target.contiguous().view(-1).view(torch.uint8).numpy())
 
     def compare(self, ranks: Ranks) -> None:
-        """Raise MemascendError on every rank where the weights of one are not those of rank 0."""
+        """Raise MemascendError on every rank where one has other weights than rank 0."""
         unlike = _first_unlike(ranks, "compare the weights", list(self._digests.values()))
         if unlike is not None:
             rank, name = unlike[0], list(self._digests)[unlike[1]].name
@@ -178,7 +178,7 @@ def compare_states(ranks: Ranks, groups: Sequence[dict[str, Any]], states: Seque
 
 
 def _first_unlike(ranks: Ranks, action: str, digests: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Return the first rank whose digests are not those of rank 0, and the first of them that is not; None for none."""
+    """Return the first rank with another digest than rank 0, and the first such digest; None for none."""
     every = ranks.collect(action, torch.cat(list(digests)))  # (ranks, digests)
     for rank, of_rank in enumerate(every):
         if (unlike := (of_rank != every[0]).nonzero()).numel():

@@ -28,7 +28,7 @@ def register(session: object, place: Place) -> None:
 def place_of(parameter: nn.Parameter | torch.Tensor) -> tuple[Any, Place] | None:
     """Return the session and the place of an offloaded parameter, or None for an ordinary one.
 
-    The session is a `memascend.offloading.session.Session`, which is made of what imports this module.
+    The session is a `memascend.offloading.session.Session`, which imports this module.
     """
     references = _registry.get(parameter)
     if references is None:

@@ -59,7 +59,7 @@ class RankHooks(Hooks):
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if session.streamer.depth == 0 and torch.is_grad_enabled() and not in_backward():
+            if not session.in_pass and torch.is_grad_enabled() and not in_backward():
                 raise MemascendError(
                     f"a part of an offloaded model ({type(module).__name__}) was called by itself with gradients, "
                     "which ranks exchange by passes of the whole model: call the model, or use torch.no_grad()"

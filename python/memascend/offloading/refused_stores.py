@@ -1,4 +1,4 @@
-"""What is said of a store that cannot be begun: an earlier run's is there, or another program has it."""
+"""The errors of a store that cannot be begun: an earlier run's is there, or another program has it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED_MAX = 4
 
 
 def kept_error(error: StoreError, paths: Sequence[str | os.PathLike[str]]) -> StoreError:
-    """Return the error of a store that is refused since an earlier run's is there: what to do, and what is there."""
+    """Return the error, with a remedy, of a store that is refused since an earlier run's is there."""
     path = error.filename
     return StoreError(
         error.errno,
@@ -34,7 +34,7 @@ def kept_error(error: StoreError, paths: Sequence[str | os.PathLike[str]]) -> St
 
 
 def _described(paths: Sequence[str | os.PathLike[str]]) -> str:
-    """Say what a store holds, as far as it can be read."""
+    """Describe the contents of a store, as far as it can be read."""
     try:
         with closing(KeptStore(list(paths))) as store:
             state, tags = store.state, [tag for tag, *_ in store.snapshots()]

@@ -1,4 +1,4 @@
-"""Tables of tokens that a program resizes while they are on SSD: refused, with what to do."""
+"""Tables of tokens that a program resizes while they are on SSD: refused, with the remedy."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _OF_BATCH = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features"
 
 
 def first_tensor(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return what tells the batch that a model is called with: the first tensor with dimensions, or its ids."""
+    """Return the tensor that has the size of a batch: the first tensor with dimensions, or the ids."""
     named = (kwargs.get(name) for name in _OF_BATCH)
     leaves = (leaf for value in (*args, *named, *kwargs.values()) for leaf in pytree.tree_leaves(value))
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
@@ -80,7 +80,7 @@ class Slicing:
             between: called with a layer after each of its calls.
             on_cut: called with a tensor that was cut, and its slices.
             device: where the model computes.
-            tries: whether a layer is tried first; otherwise what it returns is joined by its shape, which is right for
+            tries: whether a layer is tried first; otherwise its outputs are joined by their shapes, which is right for
                 hidden states.
         """
         self.rows = rows
@@ -89,7 +89,7 @@ class Slicing:
         self._batch: int | None = None
         self._last: int | None = None
         self._caching = False
-        #: What the first call of each kind has shown: how its outputs are joined, or why it is not cut.
+        #: The finding of the first call of each kind: how its outputs are joined, or why it is not cut.
         self._tried: dict[Hashable, Joins | str] = {}
         self._layouts: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._said: set[str] = set()
@@ -106,7 +106,7 @@ class Slicing:
             self._batch, self._caching = before
 
     def around(self, module: nn.Module, layer: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `layer`, the forward of `module`, with slices of what it is called with.
+        """Return a function that calls `layer`, the forward of `module`, with slices of its arguments.
 
         `plain` computes the same as `layer`, for a trial without gradients the first time.
         """
@@ -210,7 +210,7 @@ class Slicing:
 
     @staticmethod
     def _join(call: Call, slices: list[list[Any]], values: list[Any], by_rows: bool) -> Any:
-        """Return one output of a layer, of its `values` for each slice: side by side, or what is the same for all."""
+        """Return one output of a layer, of its `values` for each slice: side by side, or the value that all share."""
         if not by_rows:
             return values[0]
         # An input that the layer has handed on.
@@ -223,8 +223,8 @@ class Slicing:
 def run_in_slices(model: nn.Module, micro_batch_size: int) -> nn.Module:
     """Have the repeated layers of a model in memory run on micro-batches, in place, and return the model.
 
-    This is what `memascend.offload(..., micro_batch_size=...)` does with the layers of an offloaded model, and gives
-    the same bits: a reference for it, and a way to compute with the activations of a micro-batch together with
+    `memascend.offload(..., micro_batch_size=...)` does the same with the layers of an offloaded model, and gives the
+    same bits: this is a reference for it, and a way to compute with the activations of a micro-batch together with
     checkpointing of activations. The model is called with the whole batch, as before.
 
     Args:

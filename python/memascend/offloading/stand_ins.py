@@ -1,9 +1,9 @@
-"""What stands for tensors that are on SSD: absent parameters, kept gradients, and views of both.
+"""Stand-ins for tensors that are on SSD: absent parameters, kept gradients, and views of both.
 
 A stand-in has shape, dtype, device and autograd history of the tensor it stands for, and a single NaN for data. PyTorch
 asks its class before every function (`__torch_function__`, see torch.overrides). The function then runs on the values:
-the unit of a weight is fetched, a gradient is read. What it wrote is written back, as the version counter says, and
-what it returned of the same memory becomes a stand-in too. So a program that reads or writes weights outside of a pass
+the unit of a weight is fetched, a gradient is read. Values that it wrote are written back, as the version counter says,
+and results in the same memory become stand-ins too. So a program that reads or writes weights outside of a pass
 gets the bits that it would get in memory, one unit at a time.
 
 In a pass a parameter whose unit is in memory is an ordinary parameter to PyTorch (`ResidentParameter`).
@@ -14,7 +14,7 @@ stand-in for the gradient on the store, one object for each gradient: one that a
 NaN without a class was silent: it was logged, averaged, saved and stepped with.
 
 A table stays a stand-in within passes too, so that `F.embedding` and `F.linear` reach `vocabulary/` through its class,
-whatever module or function calls them. Internal code reads what a parameter holds under `as_held`.
+whatever module or function calls them. Internal code reads the tensor that a parameter holds under `as_held`.
 """
 
 from __future__ import annotations
@@ -22,65 +22,34 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
 
-from memascend.errors import MemascendError, closed_error
+from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.offloading.buffers import version_of
 from memascend.offloading.places import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
-    from memascend._memascend import Runtime
+    from memascend.durable.protocols import Session
     from memascend.layout.units import Place
-    from memascend.residency.host import Streamer
 
 
-#: What an error says of a function that gives a tensor other memory.
+#: The end of an error about a function that gives a tensor other memory.
 OTHER_MEMORY = "would change its memory: copy values by .data.copy_(...), and resize before memascend.offload"
-
-
-class Gradients(Protocol):
-    """The gradients that a session keeps; see `memascend.offloading.gradients.GradientCapture`."""
-
-    def values(self, place: Place, /) -> torch.Tensor:
-        """Return a copy of a gradient: (elements of the parameter,)."""
-
-    def replace(self, place: Place, values: torch.Tensor, /) -> None:
-        """Keep other values instead."""
-
-    def fill(self, place: Place, value: float, /) -> None:
-        """Set every element of a gradient to a value."""
-
-
-class Session(Protocol):
-    """The offloaded state of one model; see `memascend.offloading.session.Session`."""
-
-    runtime: Runtime
-    streamer: Streamer
-    #: Over which ranks the store is divided, if it is.
-    membership: Any
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients that are kept."""
-
-    def saving_names(self) -> AbstractContextManager[Any]:
-        """Have autograd save names of weights instead of views of them."""
 
 
 @dataclass(slots=True)
 class Source:
-    """Which values a stand-in stands for: those of a parameter or its gradient, or a view of them."""
+    """Which values a stand-in stands for: a parameter, its gradient, or a view of one of them."""
 
     place: weakref.ref[Place]
     is_gradient: bool
-    #: Of a gradient: what stands for the whole of it. A later gradient has another.
+    #: Of a gradient: the stand-in of the whole gradient. A later gradient has another.
     marker: weakref.ref[torch.Tensor] | None
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -104,7 +73,7 @@ class _StandIn:
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, without history. What is written to them is written to the store."""
+        """The values, without history. Writes to them reach the store."""
         return alias_of(self)  # type: ignore[arg-type]
 
     @data.setter
@@ -120,7 +89,7 @@ class _StandIn:
         return _ordinary_copy(self).__reduce_ex__(protocol)  # type: ignore[arg-type]
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array that cannot be written to: what is written to it would be lost."""
+        """Return the values as a read-only array: writes to it would be lost."""
         array = copy_of(self).requires_grad_(self.requires_grad).numpy(force=force)  # type: ignore
         array.flags.writeable = False
         return array
@@ -174,7 +143,7 @@ class ResidentParameter(nn.Parameter):
         raise MemascendError(f"{place.name} is on SSD: set_ {OTHER_MEMORY}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show the values as those of an ordinary parameter."""
+        """Show the values as an ordinary parameter does."""
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
@@ -182,7 +151,7 @@ def disguise(place: Place) -> None:
     """Have the parameter at `place` be a stand-in from now on, whenever its values are not in memory."""
     kind = type(place.parameter)
     place.absent_class = OffloadedParameter
-    # A program's own kind of parameter is what it was while its values are in memory.
+    # A program's own kind of parameter has its own class while its values are in memory.
     place.resident_class = ResidentParameter if kind in (nn.Parameter, OffloadedParameter) else kind
     place.marker = make_marker(place)
     place.hide()
@@ -194,7 +163,7 @@ def run_functions_by(run: Callable[[Callable, tuple, dict[str, Any]], Any]) -> N
 
 
 def is_stand_in(tensor: Any) -> TypeGuard[torch.Tensor]:
-    """Whether a tensor stands for values on SSD."""
+    """Return whether a tensor stands for values on SSD."""
     return isinstance(tensor, _StandIn)
 
 
@@ -253,9 +222,9 @@ def locate(tensor: torch.Tensor) -> tuple[Session, Place, Source | None]:
         located = None if place is None else place_of(place.parameter)
     else:
         source, located = None, place_of(tensor)
-    if located is None or located[0].runtime.closed:
+    if located is None or located[0].closed:
         message = "the model of this parameter was closed: its weights are no longer on the store"
-        raise MemascendError(message) if located is None else closed_error(located[0].runtime, message)
+        raise MemascendError(message) if located is None else located[0].closed_error(message)
     return *located, source
 
 
@@ -327,7 +296,7 @@ class Loan:
     stored: torch.Tensor
 
     def part(self, tensor: torch.Tensor) -> Source | None:
-        """Return what `tensor` shows of the values, or None for a tensor of other memory."""
+        """Return which part of the values `tensor` shows, or None for a tensor of other memory."""
         stored = self.stored
         if tensor.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
             return None
@@ -367,7 +336,7 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
         with torch.inference_mode(False):
             stored = storage[place.offset : place.offset + place.nbytes].view(place.dtype)
         shown = _Showing(tensor, source, stored) if source is not None else _ShowingAll(place, storage)
-        # What a function has written before it failed stays, as in memory.
+        # Values that a function has written before it failed stay, as in memory.
         try:
             with shown:
                 yield Loan(source or whole_of(place), stored)
@@ -409,7 +378,7 @@ class _Showing:
     __slots__ = ("_absent", "_tensor", "_version", "_view", "written")
 
     def __init__(self, tensor: torch.Tensor, source: Source, stored: torch.Tensor) -> None:
-        """Prepare to show what `source` describes of `stored`."""
+        """Prepare to show the part of `stored` that `source` describes."""
         self._tensor = tensor
         # A view made in inference mode would not count writes.
         with torch.inference_mode(False):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Arguments beside tensors that are the same for each tile.
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
-#: What stands for a tensor among the leaves of a call without its tensors.
+#: Stands for a tensor among the leaves of a call without its tensors.
 _TENSOR = object()
 
 
@@ -28,7 +28,7 @@ class Join:
     as_input: bool
 
     def whole(self, leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor for an output of which a tile has given `leaf`; the part was given `like`."""
+        """Return an empty tensor for an output whose tile is `leaf`; `like` is an input of the part."""
         lead = like.shape[: token_dims(like)]
         shape = (*lead, *leaf.shape[len(lead) :]) if self.as_input else (lead.numel(), *leaf.shape[1:])
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
@@ -96,7 +96,7 @@ class TileCall:
         return self.tensors[0].device
 
     def kind(self) -> Hashable:
-        """Return what calls have in common that are cut alike, however many tokens they have."""
+        """Return a key that calls which are cut alike share, however many tokens they have."""
         tensors = tuple((tensor.shape[self.dims :], self.dims, tensor.dtype) for tensor in self.tensors)
         constants = tuple(None if leaf is _TENSOR else (type(leaf), leaf) for leaf in self._leaves)
         return tensors, constants, repr(self._structure)
@@ -113,7 +113,7 @@ class TileCall:
     def tile(
         self, flat: Sequence[torch.Tensor], begin: int, end: int, trained: Sequence[bool] = ()
     ) -> list[torch.Tensor]:
-        """Return the tokens from `begin` to `end` as one sequence; those of `trained` tensors want gradients."""
+        """Return the tokens from `begin` to `end` as one sequence; slices of `trained` tensors want gradients."""
         tile = [tensor[begin:end] if self.dims == 1 else tensor[begin:end].unsqueeze(0) for tensor in flat]
         for tensor, wanted in zip(tile, trained, strict=False):
             tensor.requires_grad_(wanted)

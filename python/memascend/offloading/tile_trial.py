@@ -35,7 +35,7 @@ WORTH_SHARE = 0.5
 _SEED = 0x711E
 #: Without values to compare: parts of a name in which tokens meet.
 _MEETING = ("attention", "attn", "conv", "mixer", "mamba")
-#: Parts of names of what drops whole sequences at random, which no comparison shows.
+#: Parts of names of modules that drop whole sequences at random, which no comparison shows.
 _DROPPING = ("droppath", "stochasticdepth")
 _DROPPING_ROWS = (nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
@@ -47,12 +47,13 @@ class _WholeError(Exception):
 class TileTrial:
     """Calls a part with random tokens together, in another order, as sequences of one token, and some of them alone.
 
-    Equal tokens are tried too, since those go to the same experts. Gradients are compared, since a weight that is zero
-    at first may let tokens meet later. What a part does in training alone is tried where it draws no random numbers.
+    Equal tokens are tried too, since they go to the same experts. Gradients are compared, since a weight that is zero
+    at first may let tokens meet later. The behaviour of a part in training alone is tried where it draws no random
+    numbers.
     """
 
     def __init__(self, module: nn.Module, device: ComputeDevice | None, compares: bool = True) -> None:
-        """Try `module`; without `compares`, on tensors without values, see what shapes and names tell."""
+        """Try `module`; without `compares`, on tensors without values, judge by shapes and names."""
         self._module, self._device, self._compares = module, device, compares
         self._trained = [inner for inner in module.modules() if inner.training]
 
@@ -101,7 +102,7 @@ class TileTrial:
                 if [_join(leaf, call, tokens) for leaf in first.leaves] != joins:
                     raise _WholeError("it returns other things while training")
                 self._check_written(held)
-                # Where random numbers decide, what is returned tells nothing of other tokens.
+                # Where random numbers decide, the outputs tell nothing of other tokens.
                 if all(map(_agree, first.leaves, second.leaves)):
                     self._check_values(forward, call, inputs, joins, first)
         return joins
@@ -168,7 +169,7 @@ class TileTrial:
     ) -> _Called:
         """Call the part with copies of `inputs`, (tokens, ...) each, as one sequence, or `across` as one token each.
 
-        Raises `_WholeError` for what no tile may do.
+        Raises `_WholeError` for an operation that no tile may do.
         """
         # As while training, so that evaluation runs on the same tiles.
         given = call.tile(inputs, 0, len(inputs[0]), [tensor.is_floating_point() for tensor in inputs])
@@ -219,12 +220,12 @@ class _Called:
     """One call of a part with some tokens."""
 
     leaves: list[torch.Tensor]
-    #: What the part was called with: copies of `given`, (1, tokens, ...) each, or `across` (tokens, 1, ...).
+    #: The inputs of the part: copies of `given`, (1, tokens, ...) each, or `across` (tokens, 1, ...).
     tile: list[torch.Tensor]
     given: list[torch.Tensor]
-    #: What the part computed with in place of its weights.
+    #: The tensors that the part computed with in place of its weights.
     aliases: list[torch.Tensor]
-    #: What autograd saved.
+    #: The tensors that autograd saved.
     saved: list[torch.UntypedStorage]
     across: bool
 
@@ -241,7 +242,7 @@ class _Called:
         return parts
 
     def gradients_agree(self, single: _Called, joins: Sequence[Join], token: int) -> bool:
-        """Whether the gradients of the output for `token` are those of a call with that token alone."""
+        """Return whether the gradients of the output for `token` are as in a call with that token alone."""
         generator = torch.Generator().manual_seed(_SEED)
         outputs, given, alone, given_alone = [], [], [], []
         for leaf, other, join in zip(self.leaves, single.leaves, joins, strict=True):
@@ -276,7 +277,7 @@ class _Called:
 
 
 def _near(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whether two gradients are the same but for roundings; None is zero."""
+    """Return whether two gradients are the same but for roundings; None is zero."""
     tensors = [tensor for tensor in (actual, expected) if tensor is not None]
     if not tensors:
         return True
@@ -285,11 +286,11 @@ def _near(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
         return not norms[0] > 0
     tolerance = _GRADIENT_TOLERANCE * tolerance_of(tensors[0])
     difference = torch.linalg.vector_norm(tensors[0] - tensors[1], dtype=torch.float32)
-    return not difference > tolerance * max(norms)  # What is not finite tells nothing.
+    return not difference > tolerance * max(norms)  # A value that is not finite tells nothing.
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor, share: float = AGREEING) -> bool:
-    """Whether most values are the same but for roundings."""
+    """Return whether most values are the same but for roundings."""
     if actual.shape != expected.shape:
         return False
     if actual.is_floating_point():
@@ -327,7 +328,7 @@ def _join(leaf: torch.Tensor, call: TileCall, tokens: int) -> Join:
 
 
 def _attributes(module: nn.Module) -> dict[tuple[int, str], tuple[Any, int | None]]:
-    """Return what the modules hold, but for their parameters, with the versions of tensors."""
+    """Return the attributes of the modules, but for their parameters, with the versions of tensors."""
     held = {}
     for number, inner in enumerate(module.modules()):
         for name, value in (*inner.__dict__.items(), *inner._buffers.items()):

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from memascend.machine.cuda import ComputeDevice
     from memascend.offloading.tile_calls import Join
 
-#: Modules that keep no intermediate tensors, and what only holds others.
+#: Modules that keep no intermediate tensors, and containers of modules.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-#: What a module is set up with, as far as calls can be compared by it.
+#: Types of settings of modules that can be compared.
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
 
 
@@ -69,11 +69,11 @@ class Tiling:
         """
         self.tile_tokens = tile_tokens
         self._say, self._device, self._tries = say, device, tries
-        #: What the first call of each kind has shown: how its outputs are joined, or why it runs on the whole sequence.
+        #: The finding of the first call of each kind: how its outputs are joined, or why it runs on the whole sequence.
         self._tried: dict[Hashable, list[Join] | str] = {}
         #: Which modules were training then.
         self._training: dict[Hashable, tuple[bool, ...]] = {}
-        #: What was shown for the last call of a forward pass, whatever was collected then.
+        #: The finding for the last call of a forward pass, whatever was collected then.
         self._latest: dict[Hashable, list[Join] | str] = {}
         self._kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         #: The class of the layer that each part of a layer is in.
@@ -110,7 +110,7 @@ class Tiling:
         return list(parts)
 
     def around(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `forward`, that of `module`, with tiles of what it is called with."""
+        """Return a function that calls `forward`, the method of `module`, with tiles of its arguments."""
 
         @wraps(forward)
         def tiled(*args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ class Tiling:
     def _try(self, kind: Hashable, module: nn.Module, forward: Callable[..., Any], call: TileCall) -> list[Join] | str:
         training = tuple(inner.training for inner in module.modules())
         before = self._training.get(kind)
-        # What was tried as it trains was tried as it evaluates, too.
+        # A trial in training covers evaluation, too.
         if before is None or any(now and not then for now, then in zip(training, before, strict=True)):
             if torch.is_inference_mode_enabled() and self._tries:
                 return "it is first called in inference mode, in which it cannot be tried"
@@ -189,7 +189,7 @@ class Tiling:
         return self._tried[kind]
 
     def _kind(self, module: nn.Module) -> Hashable:
-        """Return what a part is made of: its classes with their settings, and its weights' shapes and dtypes."""
+        """Return the makeup of a part: its classes with their settings, and its weights' shapes and dtypes."""
         if module not in self._kinds:
             classes = tuple((type(inner), _settings(inner)) for inner in module.modules())
             weights = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
@@ -199,7 +199,7 @@ class Tiling:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Have parts of parts run on what they are given."""
+        """Have parts of parts run on their arguments as they are."""
         thread = threading.get_ident()
         if thread in self._inside:
             yield
@@ -211,7 +211,7 @@ class Tiling:
             self._inside.discard(thread)
 
     def state_of(self, module: nn.Module) -> BufferState:
-        """Record what the modules of a part hold now."""
+        """Record the present attributes of the modules of a part."""
         return BufferState(module, self._copies)
 
     def device_of(self, device: torch.device) -> ComputeDevice | None:
@@ -284,7 +284,7 @@ class _Tiles:
         wanted: Sequence[bool],
         gradients: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of inputs and weights that are `wanted`, from those of the outputs."""
+        """Return the gradients of inputs and weights that are `wanted`, from the gradients of the outputs."""
         of_inputs = [Whole(tensor) for tensor in inputs]
         gradients = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         sums = [_Sum(weight.dtype) for weight in weights]
@@ -323,7 +323,7 @@ class _Tiles:
         bounds: tuple[int, int],
         targets: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of one tile's inputs and weights; None for what wants none or has none."""
+        """Return the gradients of one tile's inputs and weights; None where none is wanted or there is none."""
         outputs, given = [], []
         for leaf, join, gradient in zip(leaves, self._joins, gradients, strict=True):
             if gradient is not None and leaf.requires_grad:
@@ -344,7 +344,7 @@ class _Tiles:
 
 
 class Whole:
-    """The gradient of an input, put together from those of its tiles."""
+    """The gradient of an input, put together from the gradients of its tiles."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
@@ -355,7 +355,7 @@ class Whole:
         if self.gradient is None:
             if part is None:
                 return
-            # What earlier tiles had no gradient for is zero.
+            # Gradients that earlier tiles did not have are zero.
             make = torch.zeros if begin else torch.empty
             self.gradient = make(self._like.shape, dtype=part.dtype, device=part.device)
         target = by_tokens(self.gradient, token_dims(self.gradient))[begin:end]
@@ -416,15 +416,15 @@ class _Tiled(torch.autograd.Function):
 def run_in_tiles(model: nn.Module, tile_tokens: int | str = AUTO) -> nn.Module:
     """Have the parts of a model in memory that work token by token run on tiles, in place, and return the model.
 
-    This is what `memascend.offload(..., tile_tokens=...)` does with an offloaded model, and gives the same bits: a
+    `memascend.offload(..., tile_tokens=...)` does the same with an offloaded model, and gives the same bits: this is a
     reference for it, and a way to train on long sequences together with checkpointing of activations. With
     `memascend.run_in_slices` each micro-batch runs on tiles.
 
     Args:
         model: an ordinary model, on any device.
         tile_tokens: tokens that an MLP or a norm computes at once, of all sequences of a batch together; "auto": one
-            in 32 of those that it is called with, rounded up to a power of two, and at least 1,024. What has no more
-            tokens is computed as before.
+            in 32 of the tokens of a call, rounded up to a power of two, and at least 1,024. A call with no more tokens
+            is computed as before.
 
     Raises ValueError for a tile of no token, MemascendError for a model that runs on tiles already.
     """

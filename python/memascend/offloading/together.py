@@ -1,6 +1,6 @@
-"""What one rank does or knows alone, and all ranks raise or learn together.
+"""Work of one rank alone, whose errors all ranks raise, and findings of one rank that all learn.
 
-What a rank does alone, such as writing files, is followed by an exchange of errors, so that no rank waits in the next
+Work of a rank alone, such as writing files, is followed by an exchange of errors, so that no rank waits in the next
 collective for one that has given up.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def raise_on_all(ranks: Ranks, action: str, error: Exception | None, kind: type[MemascendError] = OutputError) -> None:
-    """Raise on every rank where one has an error in what it did alone: its own there, and one of `kind` elsewhere."""
+    """Raise on every rank where one has an error in its own work: that error there, and one of `kind` elsewhere."""
     told = [text.strip() for text in ranks.texts(action, "" if error is None else first_line(error))]
     if error is not None:
         raise error
@@ -35,7 +35,7 @@ def raising_on_all(
     caught: type[Exception] = CheckpointError,
     kind: type[MemascendError] = CheckpointError,
 ) -> Iterator[None]:
-    """Raise an error of class `caught` of what one rank does in the block on every rank, at the block's end.
+    """Raise an error of class `caught` of one rank in the block on every rank, at the block's end.
 
     Where there are collectives in the block, the error is one that none of them follows.
     """
@@ -51,7 +51,7 @@ def raising_on_all(
 
 
 def told_by_first(ranks: Ranks | None, action: str, find: Callable[[], Any]) -> Any:
-    """Return what rank 0 finds, a value that JSON holds, on every rank; its error is raised on every rank."""
+    """Return the finding of rank 0, a value that JSON holds, on every rank; its error is raised on every rank."""
     if ranks is None:
         return find()
     found = None

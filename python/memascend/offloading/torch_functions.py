@@ -27,7 +27,6 @@ from memascend.offloading.stand_ins import (
     Loan,
     OffloadedParameter,
     OffloadedTensor,
-    Session,
     alias_of,
     assign,
     copy_of,
@@ -46,6 +45,7 @@ from memascend.vocabulary.tables import find_tables_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from memascend.durable.protocols import Session
     from memascend.layout.units import Place
     from memascend.vocabulary.tables import Table
 
@@ -114,7 +114,7 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 def _table_of(weight: torch.Tensor) -> tuple[Any, Place] | None:
     """Return session and place of a parameter that is a table on the store, and not in memory as a whole."""
     located = place_of(weight) if isinstance(weight, OffloadedParameter) else None
-    if located is None or not located[1].tensor.unit.is_table or located[0].runtime.closed:
+    if located is None or not located[1].tensor.unit.is_table or located[0].closed:
         return None
     return located
 
@@ -187,7 +187,7 @@ def conceal(result: Any, session: Session) -> Any:
 
 
 def _run_on_copies(func: Callable, args: tuple, kwargs: dict[str, Any], stand_ins: list[torch.Tensor]) -> Any:
-    """Run a function that takes more weights at once than there are buffers: on copies, but for what it writes to."""
+    """Run a function that takes more weights at once than there are buffers, on copies of those it only reads."""
     name = getattr(func, "__name__", str(func))
     in_place = name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     target = kwargs.get("out", args[0] if args and in_place else None)
@@ -228,7 +228,7 @@ def _one_by_one(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _lay_out(func: Callable) -> Callable[..., Any]:
-    """Return a function that answers for a stand-in what `func` says of the layout of its values."""
+    """Return a function that answers for a stand-in as `func` does for the layout of its values."""
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return func(_layout_of(tensor), *args, **kwargs)
@@ -361,7 +361,7 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
 #: Functions that read tables by blocks or rows.
 _OF_TABLES: dict[Any, Callable[..., Any]] = {F.embedding: _look_up, F.linear: _apply_head}
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
-#: Functions that have no meaning for values on SSD, and what the error says of them.
+#: Functions that have no meaning for values on SSD, and the text of the error.
 _REFUSED = {
     **dict.fromkeys(("typed_storage", "__dlpack__", "__dlpack_device__", "share_memory_", "as_subclass"), ADDRESS),
     **dict.fromkeys(("set_", "resize_", "resize_as_"), OTHER_MEMORY),
@@ -373,7 +373,7 @@ _WRITING_OPERATORS = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__
 #: Functions that make a tensor with the layout of another.
 _LIKE = ("empty_like", "zeros_like", "ones_like", "rand_like", "randn_like", "randint_like")
 _T = torch.Tensor
-#: What is asked of a tensor without its values, so that the stand-in itself can answer.
+#: Queries that need no values, so that the stand-in itself can answer.
 _AS_HELD: set[Any] = {
     *(
         getattr(getattr(_T, name), "__get__", None)

@@ -1,4 +1,4 @@
-"""Trying a layer on a part of a batch: whether it does with each row what it does with the row among others."""
+"""Trying a layer on a part of a batch: whether each row gives the same alone as among others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AGREEING = 0.75
 
 
 class _WritesError(Exception):
-    """The layer has written to what it was given."""
+    """The layer has written to its inputs."""
 
 
 class Trial:
@@ -137,7 +137,7 @@ def tolerance_of(tensor: torch.Tensor) -> float:
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor, share: float = AGREEING) -> bool:
-    """Whether a share of the vectors along the last dimension are the same but for roundings."""
+    """Return whether a share of the vectors along the last dimension are the same but for roundings."""
     if not actual.is_floating_point():
         return actual.dtype == expected.dtype  # which experts, which rows: roundings may decide
     tolerance = tolerance_of(actual)

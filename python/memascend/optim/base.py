@@ -206,7 +206,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _with_gradient(self) -> Iterable[tuple[dict[str, Any], torch.nn.Parameter]]:
         for session in self._homes.sessions:
-            if not session.runtime.closed:
+            if not session.closed:
                 session.gradients.complete()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -263,8 +263,8 @@ class OffloadedOptimizer(Optimizer):
         """Begin a use of the offloaded models, by this thread alone, until the end of a `with` block."""
         turns = ExitStack()
         for session in self._homes.sessions:
-            if not session.runtime.closed:
-                turns.enter_context(session.streamer.turns.take(use))
+            if not session.closed:
+                turns.enter_context(session.turns.take(use))
         return turns
 
     def _step(self) -> None:

@@ -109,7 +109,7 @@ class Homes:
     def flush(self) -> None:
         """Apply deferred updates, and wait until all states are on the drives."""
         for session in self.sessions:
-            if not session.runtime.closed:
+            if not session.closed:
                 session.flush()
         if self.own_stores is not None:
             self.own_stores.flush()
@@ -365,7 +365,7 @@ class OnModel(Home):
 
     def check(self) -> None:
         """Raise MemascendError if the model was closed."""
-        if self.session.runtime.closed:
+        if self.session.closed:
             raise MemascendError(f"{self.name} belongs to a model that was closed")
 
     def take_gradient(self) -> None:

@@ -166,5 +166,4 @@ class Step:
         self._factors.clear()
         schedule.run()
         for session in dict.fromkeys([*self._early.confirmed(self._ahead), *schedule.sessions]):
-            session.generations.stepped(self._homes.optimizer)
-            session.streamer.start_next_pass()
+            session.stepped(self._homes.optimizer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, MemascendError
 
 if TYPE_CHECKING:
     from memascend.ranks.group import Ranks
@@ -23,6 +23,12 @@ class Membership:
     def described(self) -> dict[str, Any]:
         """The entry in the record of every generation."""
         return {"rank": self.ranks.rank, "ranks": self.ranks.size, "run": self.run}
+
+    def refuse(self, action: str, remedy: str) -> NoReturn:
+        """Raise MemascendError for an action that a store divided over ranks does not allow yet."""
+        raise MemascendError(
+            f"{action} is not possible yet for a model whose store is divided over {self.ranks.size} ranks: {remedy}"
+        )
 
 
 def refuse_share(record: dict[str, Any], where: str) -> None:

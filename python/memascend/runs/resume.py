@@ -82,7 +82,7 @@ class Resumed:
             ("optimizers", ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "none yet"),
         ]
         session = find_offload(self.model)
-        if session is not None and not session.runtime.closed:
+        if session is not None and not session.closed:
             volumes = session.runtime.stats()["volumes"]
             rows.append(("store", ", ".join(volume["path"] for volume in volumes)))
         return table("resumed run", (), rows)
@@ -167,7 +167,7 @@ def resume(
         hooks = hooks_for(session)
         try:
             if tags is not None:
-                session.delete_checkpoints(name for name, _, _ in session.runtime.snapshots() if name not in tags)
+                session.checkpoints.delete(name for name in session.checkpoints.tags() if name not in tags)
             with understanding(paths):
                 _find_states(session, record)
                 with torch.no_grad():
@@ -183,7 +183,7 @@ def resume(
                 restore_random_states(record["random"])
             if tag is not None:
                 # Nothing can be refused any more: now the steps after the snapshot are given up.
-                session.runtime.confirm_snapshot(tag)
+                session.checkpoints.confirm(tag)
                 if ranks is not None:  # Until all have that generation, any of them may have to go back.
                     ranks.meet(f"have gone back to checkpoint {tag}")
         except BaseException:
@@ -201,7 +201,7 @@ def _free_closed(model: nn.Module) -> None:
     session = find_offload(model)
     if session is None:
         return
-    if not session.runtime.closed:
+    if not session.closed:
         raise MemascendError("the model is offloaded already")
     if session.attachment is not None:
         session.attachment.forget()
@@ -240,7 +240,7 @@ def save_checkpoint(model: nn.Module, tag: str, *, keep_last: int | None = None)
 
 def checkpoints(model: nn.Module) -> list[tuple[str, int, int]]:
     """Return (tag, generation number, bytes) of each checkpoint in the store of `model`, the oldest first."""
-    return offload_of(model).runtime.snapshots()
+    return offload_of(model).checkpoints.all()
 
 
 def delete_checkpoint(model: nn.Module, tag: str) -> None:
@@ -248,7 +248,7 @@ def delete_checkpoint(model: nn.Module, tag: str) -> None:
 
     Raises StoreError if the store has no checkpoint of that name.
     """
-    offload_of(model).delete_checkpoints([tag])
+    offload_of(model).checkpoints.delete([tag])
 
 
 def restore_checkpoint(
@@ -262,11 +262,11 @@ def restore_checkpoint(
     Raises StoreError if the store has no checkpoint of that name, before anything has changed.
     """
     session = offload_of(model)
-    if tag is not None and tag not in [name for name, _, _ in session.runtime.snapshots()]:
-        session.runtime.delete_snapshot(tag)  # Raises, naming the tag.
+    if tag is not None:
+        session.checkpoints.check(tag)
     whole = session.model()
     kept, session.keep_store = session.keep_store, True
-    follows_machine = session.follows_machine
+    follows_machine = session.host_budget.follows_machine
     options, group, store = session.options, None, cast("RankLocations", session.paths)
     if session.membership is not None:
         ranks = session.membership.ranks
@@ -279,7 +279,7 @@ def restore_checkpoint(
         store,
         model=whole,
         tag=tag,
-        host_memory=AUTO if follows_machine else session.host_memory,
+        host_memory=AUTO if follows_machine else session.host_budget.nbytes,
         host_memory_max=None if session.plan.most is None else session.plan.most.budget,
         keep_store=kept,
         optimizer_classes=optimizer_classes,
