@@ -9,9 +9,8 @@ of the device by no more units than there are buffers.
 from __future__ import annotations
 
 import gc
-from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -45,20 +44,6 @@ if TYPE_CHECKING:
 _COMPARED_BYTES = 16 << 20
 
 
-class _Upload(NamedTuple):
-    """A copy to the device, and the events that the device waits for before the copy."""
-
-    after: list[CudaEvent]
-    arrived: CudaEvent
-
-    def wait(self, timeline: Timeline) -> None:
-        """Wait for the copy. The time in which the device still computes before the copy is not counted as copying."""
-        for event in self.after:
-            event.wait()
-        with timeline.waiting("h2d"):
-            self.arrived.wait()
-
-
 class DeviceStreamer(Streamer):
     """Brings units to the device before they are used. A buffer keeps its unit until another unit needs the buffer."""
 
@@ -79,11 +64,6 @@ class DeviceStreamer(Streamer):
         self._begin_pool(device_plan)
         #: The buffer of each unit that is on the device, or on its way there.
         self._on_device: dict[Unit, Buffer] = {}
-        #: The latest copy of each unit out of its host buffer.
-        self._uploads: dict[Unit, _Upload] = {}
-        #: By size of the host buffer: copies out of buffers that were dropped, and become free when
-        #: the copies end.
-        self._returning: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         #: Whether units are wanted in host memory only.
         self._to_host = False
         #: Units with weights that the backward pass may update, in host memory.
@@ -195,7 +175,7 @@ class DeviceStreamer(Streamer):
         buffer = self._on_device.get(unit)
         if buffer is not None:
             hosted = self._hosted(unit)
-            self._wait_uploaded(unit)
+            self._uploads.wait(unit)
             hosted[: unit.nbytes].copy_(self.pool.use(buffer)[: unit.nbytes])
 
     def _differs(self, unit: Unit) -> bool:
@@ -210,11 +190,6 @@ class DeviceStreamer(Streamer):
         parts = (slice(first, min(first + _COMPARED_BYTES, unit.nbytes)) for first in firsts)
         return not all(torch.equal(there[part].to(hosted.device), hosted[part]) for part in parts)
 
-    def _wait_uploaded(self, unit: Unit) -> None:
-        """Wait until no copy reads the unit's bytes in host memory, which are about to be written to."""
-        if unit in self._uploads:
-            self._uploads[unit].wait(self.timeline)
-
     # ---- device buffers ---------------------------------------------------------------------------------
 
     def _upload(self, unit: Unit, buffer: Buffer) -> None:
@@ -225,7 +200,7 @@ class DeviceStreamer(Streamer):
         after = list(buffer.last_uses.values())
         with span(f"upload {unit.name}"):
             buffer.arrived = self.device.link.upload(lease, 0, unit.nbytes, buffer.address, after)
-        self._uploads[unit] = _Upload(after, buffer.arrived)
+        self._uploads.note(unit, after, buffer.arrived)
         self._note_there(unit, buffer)
 
     def _note_there(self, unit: Unit, buffer: Buffer) -> None:
@@ -358,49 +333,6 @@ class DeviceStreamer(Streamer):
         # A unit on the device is needed in host memory only after the device has evicted the unit.
         return use + NEVER
 
-    def _drop(self, residency: Residency) -> None:
-        super()._drop(residency)
-        upload = self._uploads.pop(residency.unit, None)
-        size = self._buffer_size.get(residency.unit)
-        if size is not None and upload is not None and not upload.arrived.is_done():
-            self._returning[size].append(upload)
-
-    def _lease(self, unit: Unit) -> LeaseBuffer:
-        kept = self.residencies[unit].lease
-        if kept is not None:
-            return kept
-        if unit in self._streamed:
-            return super()._lease(unit)
-        returning = self._returning[self._buffer_size[unit]]
-        while True:
-            lease = self.runtime.lease_unit(unit.nbytes)
-            if lease is not None:
-                return lease
-            if returning:
-                # The host is ahead of the device by all buffers, so it waits for the oldest copy.
-                returning.popleft().wait(self.timeline)
-                continue
-            victim = self._victim(unit, sooner_than=-1)
-            if victim is None:
-                return super()._lease(unit)
-            self._drop(victim)
-            self._wait_written(victim.unit)
-
-    def _fetch_ahead(self, unit: Unit, number: int) -> bool:
-        if unit in self._streamed:
-            return super()._fetch_ahead(unit, number)
-        returning = self._returning[self._buffer_size[unit]]
-        while returning and returning[0].arrived.is_done():
-            returning.popleft()
-        if not returning:
-            return super()._fetch_ahead(unit, number)
-        # A buffer will soon be free, so no other unit is evicted.
-        lease = self.residencies[unit].lease or self.runtime.lease_unit(unit.nbytes)
-        if lease is None:
-            return False
-        self._fetch(unit, lease)
-        return True
-
     # ---- updates in the backward pass -------------------------------------------------------------------
 
     def can_update_early(self, tensor: StoreTensor) -> bool:
@@ -424,7 +356,7 @@ class DeviceStreamer(Streamer):
         assert tensor.id is not None, "as can_update_early says"
         if residency.ticket is not None:
             self._settle(residency)
-        upload = None if residency.lease is None else self._uploads.get(unit)
+        uploaded = None if residency.lease is None else self._uploads.latest(unit)
         ticket, applying = self.runtime.update_from_device(
             unit.index,
             (tensor.id, tensor.offset, tensor.nbytes),
@@ -433,7 +365,7 @@ class DeviceStreamer(Streamer):
             gradient,
             tensor.numel * tensor.dtype.itemsize,
             ready,
-            None if upload is None else upload.arrived,
+            uploaded,
             measured,
             write_through=unit not in self._staying,
             # The first update waits for what the last step has left to be written.
@@ -491,7 +423,7 @@ class DeviceStreamer(Streamer):
         lease = self.residencies[unit].lease
         assert lease is not None and self.device.link is not None
         arrived = self.device.link.upload(lease, begin, nbytes, target, list(after))
-        self._uploads[unit] = _Upload(list(after), arrived)
+        self._uploads.note(unit, after, arrived)
         return arrived
 
     def upload_block(self, lease: LeaseBuffer, nbytes: int, target: int, after: Sequence[CudaEvent]) -> CudaEvent:
@@ -501,29 +433,8 @@ class DeviceStreamer(Streamer):
         """
         assert self.device.link is not None
         arrived = self.device.link.upload(lease, 0, nbytes, target, list(after))
-        self._returning[self._block_bytes].append(_Upload(list(after), arrived))
+        self._uploads.note_returning(self._block_bytes, after, arrived)
         return arrived
-
-    def spare_blocks(self) -> list[LeaseBuffer]:
-        """Return a buffer of host memory for a block of a table, in a list, which is empty if none is free."""
-        returning = self._returning[self._block_bytes]
-        while returning and returning[0].arrived.is_done():
-            returning.popleft()
-        return super().spare_blocks()
-
-    def lease_block(self) -> LeaseBuffer:
-        """Return a buffer of host memory for a block of a table, if need be after the oldest copy out of one.
-
-        Raises NoBufferError if all are in use: other tables are being read.
-        """
-        returning = self._returning[self._block_bytes]
-        while returning:
-            spare = self.spare_blocks()
-            if spare:
-                return spare[0]
-            if returning:
-                returning.popleft().wait(self.timeline)
-        return super().lease_block()
 
     def free_whole(self, unit: Unit) -> None:
         """Give back the memory beyond the budgets of a table that was in use as a whole, once views of it are gone."""
@@ -538,9 +449,6 @@ class DeviceStreamer(Streamer):
 
     def let_go(self, unit: Unit) -> None:
         """Drop a unit that is about to change, from the device too."""
-        # A copy under way from a buffer that is given up holds the buffer. One that stays is about to change.
-        if self.residencies[unit].stays:
-            self._wait_uploaded(unit)
         super().let_go(unit)
         self._forget_copy(unit)
 
@@ -567,6 +475,4 @@ class DeviceStreamer(Streamer):
         """Give the device's memory back; all copies have ended."""
         super().free()
         self._on_device.clear()
-        self._uploads.clear()
-        self._returning.clear()
         self.pool.free()

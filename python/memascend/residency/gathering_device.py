@@ -8,6 +8,7 @@ import torch
 
 from memascend.residency.device import DeviceStreamer
 from memascend.residency.gathering import GatheringStreamer
+from memascend.residency.host import Streamer
 
 if TYPE_CHECKING:
     from memascend.layout.units import Unit
@@ -43,7 +44,7 @@ class GatheringDeviceStreamer(GatheringStreamer, DeviceStreamer):
 
     def _gather(self, unit: Unit) -> None:
         self._hosted(unit)
-        self._wait_uploaded(unit)
+        self._uploads.wait(unit)
         super()._gather(unit)
 
     def _use(self, unit: Unit) -> torch.Tensor:
@@ -59,7 +60,7 @@ class GatheringDeviceStreamer(GatheringStreamer, DeviceStreamer):
         return DeviceStreamer._busy(self, residency)
 
     def _drop(self, residency: Residency) -> None:
-        DeviceStreamer._drop(self, residency)
+        Streamer._drop(self, residency)
 
     def discard(self, unit: Unit) -> None:
         """Give up a unit's bytes and its buffers."""

@@ -18,6 +18,7 @@ from memascend.common.timeline import span
 from memascend.common.turns import Turns
 from memascend.errors import MemascendError
 from memascend.residency.order import PREFETCH_UNITS, UseOrder, farthest, smallest_holding
+from memascend.residency.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +98,8 @@ class Streamer:
         #: The threads that use the model.
         self.turns = Turns()
         self._forget_recomputed = forget_recomputed
+        #: Copies out of the buffers to a device.
+        self._uploads = Uploads(timeline)
         self._tables = {unit for unit in units if unit.is_table}
         self._block_bytes = plan.blocks.nbytes
         self.follow(plan)
@@ -421,13 +424,13 @@ class Streamer:
         return [] if lease is None else [lease]
 
     def lease_block(self) -> LeaseBuffer:
-        """Return a buffer for a block of a table.
+        """Return a buffer for a block of a table, if need be after the oldest copy out of one to a device.
 
         Raises NoBufferError if all are in use: other tables are being read.
         """
-        leases = self.spare_blocks()
-        if not leases:
-            raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
+        while not (leases := self.spare_blocks()):
+            if not self._uploads.wait_oldest(self._block_bytes):
+                raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
         return leases[0]
 
     def free_whole(self, unit: Unit) -> None:
@@ -491,6 +494,9 @@ class Streamer:
                 lease = self.runtime.lease_unit(unit.nbytes)
                 if lease is not None:
                     return lease
+                # The host is ahead of the device by all buffers, so it waits for the oldest copy.
+                if self._uploads.wait_oldest(self._buffer_size[unit]):
+                    continue
                 victim = self._victim(unit, sooner_than=-1)
                 if victim is None:
                     break
@@ -547,6 +553,7 @@ class Streamer:
             if residency.stays:
                 residency.stays = False
                 self.runtime.let_go(residency.unit.index, residency.unit.weights)
+        self._uploads.note_dropped(residency.unit, self._buffer_size.get(residency.unit))
 
     def discard(self, unit: Unit) -> None:
         """Give up a unit's bytes and its buffer; the next use fetches them."""
@@ -568,6 +575,8 @@ class Streamer:
             return True
         lease = self.residencies[unit].lease or self.runtime.lease_unit(unit.nbytes)
         if lease is None:
+            if self._uploads.are_returning(self._buffer_size[unit]):
+                return False  # A buffer will soon be free, so no other unit is evicted.
             victim = self._victim(unit, sooner_than=number)
             if victim is None or victim.ticket is not None or not all(ticket.is_ready() for ticket in victim.early):
                 return False
@@ -589,8 +598,11 @@ class Streamer:
         if residency.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
         if not residency.stays:
+            # A copy under way from a buffer that is given up holds the buffer.
             self._drop(residency)
             return
+        # No copy may read a buffer that is about to change.
+        self._uploads.wait(unit)
         self._write_back(residency)
         if residency.ticket is not None:
             self._settle(residency)
@@ -709,6 +721,7 @@ class Streamer:
     def free(self) -> None:
         """Release what is held beside the runtime, which was closed."""
         self.by_address.clear()
+        self._uploads.clear()
 
     def release_all(self) -> None:
         """Release every buffer without users before the runtime is closed."""
