@@ -37,6 +37,7 @@ HOLDING = (
     "examples",
     "python/memascend/formats",
     "python/memascend/kernels",
+    "python/memascend/layout",
     "python/memascend/machine",
     "python/memascend/ranks",
     "python/memascend/report",
