@@ -39,6 +39,7 @@ HOLDING = (
     "python/memascend/kernels",
     "python/memascend/layout",
     "python/memascend/machine",
+    "python/memascend/optim",
     "python/memascend/ranks",
     "python/memascend/report",
     "python/memascend/vocabulary",

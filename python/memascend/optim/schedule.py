@@ -1,4 +1,4 @@
-"""The updates of one optimizer step, sorted by what carries them out."""
+"""The updates of one optimizer step, sorted by where they run."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Schedule:
 
     def __init__(self) -> None:
         """Begin with no updates."""
-        #: What is done before any update: each gives one update what it takes from the whole gradient.
+        #: Functions that run before any update: each gives one update its factors, from the whole gradient.
         self.first: list[Callable[[], None]] = []
-        #: Also of units of which a rank's store has nothing: it takes the step as the other ranks do.
+        #: Also for units without a share in a rank's store: the rank takes the step as the others do.
         self._deferred: defaultdict[Session, dict[Unit, dict[StoreTensor, Update]]] = defaultdict(dict)
         self._on_stores: defaultdict[StatesStore, dict[StoreTensor, Update]] = defaultdict(dict)
         self._store_operands: list[Operands] = []
