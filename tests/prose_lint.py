@@ -42,6 +42,7 @@ HOLDING = (
     "python/memascend/optim",
     "python/memascend/ranks",
     "python/memascend/report",
+    "python/memascend/residency",
     "python/memascend/vocabulary",
     "tests/formats",
     "tests/kernels",

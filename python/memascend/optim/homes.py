@@ -452,7 +452,7 @@ class OnModel(Home):
         if place.moments is not None:
             session.runtime.remove_tensor(place.moments.id)
             place.moments = None
-        session.streamer.apply_update(place.tensor.unit)
+        session.streamer.updates.apply(place.tensor.unit)
         session.runtime.wait_unit(place.tensor.unit.index)
         free_unused_states(session.runtime, place.tensor)
 

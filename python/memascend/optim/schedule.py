@@ -89,7 +89,7 @@ class Schedule:
         """Hand the updates of offloaded models to the fetches that will carry them out."""
         for session, units in self._deferred.items():
             for unit, updates in units.items():
-                session.streamer.defer(unit, list(updates.values()))
+                session.streamer.updates.defer(unit, list(updates.values()))
 
     def run(self) -> None:
         """Carry out the updates of ordinary parameters."""
