@@ -130,13 +130,13 @@ class Recorder:
             # Every look at a parameter asks; only those that find the unit absent do anything.
             return ("loose", unit.name) if streamer.depth and streamer.residencies[unit].users == 0 else None
 
-        fetch = streamer._fetch
+        fetch = streamer.cache.fetch
 
         def counted(unit, lease):
             self.fetches.append(unit.name)
             return fetch(unit, lease)
 
-        streamer._fetch = counted
+        streamer.cache.fetch = counted
         context(streamer, "forward_pass")
         context(streamer, "scope")
         call(streamer, "enter", lambda unit: ("enter", unit.name))
@@ -289,13 +289,13 @@ class Replay:
         self.phase = ""
         self.peak: dict = {"bytes": 0}
         self.needed = 0
-        fetch = self.state.streamer._fetch
+        fetch = self.state.streamer.cache.fetch
 
         def counted(unit, lease):
             self.fetches.append(unit.name)
             return fetch(unit, lease)
 
-        self.state.streamer._fetch = counted
+        self.state.streamer.cache.fetch = counted
 
     def run(self, events: list[tuple]) -> None:
         for event in events:

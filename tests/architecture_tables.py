@@ -90,7 +90,7 @@ class Seen:
     def note(self, model: nn.Module) -> None:
         """Note the tables of an offloaded model that were in use as a whole."""
         session: Any = model._memascend
-        self.whole |= {unit.name for unit in session.streamer._named}
+        self.whole |= {unit.name for unit in session.streamer.tables.named}
 
     def compare(self, fused: Mapping[str, torch.Tensor | None], plain: Mapping[str, torch.Tensor | None]) -> None:
         """Note how far a model with the loss in pieces is from the same one with whole logits."""

@@ -18,7 +18,7 @@ from simulated_device import Accesses, SimulatedDevice
 import memascend
 from memascend.offloading import activations
 from memascend.offloading.downloads import DownloadedGradients
-from memascend.residency.gathering_device import GatheringDeviceStreamer
+from memascend.residency.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ def _left(fake: fake_cuda.Fake) -> str:
 
 def _gather_at_once() -> None:
     """Gather into a buffer from which a copy is under way."""
-    GatheringDeviceStreamer._wait_uploaded = lambda *_: None  # type: ignore[method-assign]
+    Uploads.wait = lambda *_: None  # type: ignore[method-assign]
 
 
 def _send_at_once() -> None:

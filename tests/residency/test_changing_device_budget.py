@@ -191,7 +191,7 @@ def test_copies_under_way_end_before_their_memory_goes(
         ticket.wait()
     fake.set("busy", 1)
     streamer.start_next_pass()  # Copies the first units of the pass, with which nothing is computed yet.
-    uploads = list(streamer._on_device.values())
+    uploads = list(streamer.memory.on_device.values())
     assert uploads and not any(buffer.arrived.is_done() for buffer in uploads)
     with going_on_soon(fake):
         memascend.set_device_memory(model, "32MiB")

@@ -50,7 +50,7 @@ def least_budgets(model: nn.Module, **options: Any) -> dict[str, int]:
 def by_blocks(model: nn.Module) -> list[str]:
     """Return the names of the tables without a buffer on the device."""
     streamer = memascend.offload_of(model).streamer
-    return sorted(unit.name for unit in streamer._by_blocks)
+    return sorted(unit.name for unit in streamer.memory.by_blocks)
 
 
 @pytest.mark.core
@@ -125,7 +125,7 @@ def test_wherever_the_budgets_have_room(
     assert by_blocks(model) == (
         ["lm_head", "model.embed_tokens"] if device_memory == "least" else ["model.embed_tokens"]
     )
-    assert bool(streamer._streamed) == (host_memory == "least")
+    assert bool(streamer.cache.streamed) == (host_memory == "least")
     assert (memascend.offload_of(model).gradients.made_bytes >= 1 << 20) == (device_memory != "least")
 
 
@@ -282,7 +282,7 @@ def test_budgets_that_change(on_device: Callable[..., nn.Module], fake: fake_cud
         memascend.set_device_memory(model, device_memory)
         memascend.set_host_memory(model, host_memory)
         streamer = memascend.offload_of(model).streamer
-        seen.append((len(streamer._by_blocks), bool(streamer._streamed)))
+        seen.append((len(streamer.memory.by_blocks), bool(streamer.cache.streamed)))
     assert seen == [(1, True), (2, False), (1, False)]
     reference = memascend.fuse_loss(tiny.build("llama"))
     other = memascend.AdamW(reference.parameters(), lr=3e-3)

@@ -95,17 +95,18 @@ def test_the_bits_are_those_of_training_in_memory(
 def counting(model: nn.Module) -> Iterator[dict[str, bool]]:
     """Note the weights that are updated in backward passes, and whether they are in host memory then."""
     streamer, taken = memascend.offload_of(model).streamer, {}
-    update = streamer.update_from_device
+    updates = streamer.backward_updates
+    update = updates.update_from_device
 
     def noted(change: Any, *given: Any) -> Any:
         taken[change.tensor.name] = streamer.residencies[change.tensor.unit].lease is not None
         return update(change, *given)
 
-    streamer.update_from_device = noted
+    updates.update_from_device = noted
     try:
         yield taken
     finally:
-        del streamer.update_from_device
+        del updates.update_from_device
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_a_unit_that_comes_back_within_the_pass_has_its_updates(
         if streamer.residencies[unit].early:
             came.append(streamer.residencies[unit].lease is None)
             threading.Timer(0.2, fake.set, ("busy", 0)).start()
-            streamer._forget_copy(unit)
+            streamer.memory.forget_copy(unit)
             streamer.storage(unit)
         fake.set("busy", 0)
 

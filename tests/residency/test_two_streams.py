@@ -44,7 +44,7 @@ class Uses:
     def of(self, unit: Unit, stream: int) -> torch.Tensor:
         """Begin a use, and read all bytes."""
         self.fake.set("computing", stream)
-        bytes_of_unit = self.streamer._bring(unit)
+        bytes_of_unit = self.streamer.memory.bring(unit)
         self.fake.access(bytes_of_unit.data_ptr(), unit.nbytes, False, "a use")
         return bytes_of_unit
 

@@ -39,12 +39,12 @@ def whole_range(tensor: StoreTensor) -> tuple[int, int]:
 
 
 def part_of(place: Place, rank: int) -> tuple[int, int, int]:
-    """Return what a rank's store has of a parameter; see `Shard.part`."""
+    """Return a rank's part of a parameter, as `Shard.part` does."""
     shard = place.tensor.shard
     assert shard is not None, "the tensors of a group are divided"
     return shard.part(place.start, place.numel, rank)
 
 
 def sent_bytes(place: Place, rank: int) -> int:
-    """Return how many bytes a rank is sent of a gradient."""
+    """Return the bytes of a gradient that are sent to a rank."""
     return round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check_not_quantised(model: nn.Module) -> None:
-    """Raise ValueError for a model of which a weight is quantised: integers, or floating point of one byte."""
+    """Raise ValueError for a model with a quantised weight: integers, or floating point of one byte."""
     weights: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
     weights += [(name, buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "qweight"]
     for name, weight in weights:

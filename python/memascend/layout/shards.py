@@ -1,4 +1,4 @@
-"""The share of a tensor that one rank of a group has: equal shares, of whole gradient blocks; and those of channels."""
+"""A rank's share of a tensor, in whole gradient blocks and equal for all ranks, and of a matrix's channels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE_ELEMENTS = PAGE_BYTES // 2
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which of a tensor's elements one rank's store has: `elements` from `rank * elements` on, padding included."""
+    """One rank's share of a tensor: `elements` elements from `rank * elements` on, padding included."""
 
     rank: int
     ranks: int
@@ -26,17 +26,17 @@ class Shard:
     def of(elements: int, packed: bool, rank: int, ranks: int) -> Shard:
         """Divide a tensor of `elements` elements.
 
-        The sum of squares of a gradient is taken by blocks, so that a block is never divided: a pack and a tensor of
-        one block are the first rank's, and the shares of others are padding.
+        The sum of squares of a gradient is taken by blocks, so a block is never divided: the first rank has a pack or
+        a tensor of one block as a whole, and the other ranks' shares are padding.
         """
         whole = packed or elements <= GRADIENT_BLOCK
         wanted, multiple = (elements, PAGE_ELEMENTS) if whole else (-(-elements // ranks), GRADIENT_BLOCK)
         return Shard(rank, ranks, -(-wanted // multiple) * multiple)
 
     def part(self, start: int, numel: int, rank: int | None = None) -> tuple[int, int, int]:
-        """Return what a rank, or this one, has of the elements `start .. start + numel` of the tensor.
+        """Return the part of elements `start .. start + numel` that is in the share of a rank, by default this one.
 
-        That is the first of them, counted from `start`; the same counted in the rank's share; and how many.
+        The part is its first element counted from `start`, the same element counted in the share, and its length.
         """
         first = (self.rank if rank is None else rank) * self.elements
         begin, end = max(start, first), min(start + numel, first + self.elements)
@@ -44,10 +44,11 @@ class Shard:
 
 
 def channels_of(shape: Sequence[int], start: int, shard: Shard | None, rank: int | None = None) -> tuple[int, int]:
-    """Return the first channel of which a rank, or that of `shard`, keeps the moments, and of how many it keeps them.
+    """Return the first channel whose moments a rank keeps, and the number of such channels.
 
-    The matrix begins at element `start` of a tensor. Where its channels are rows, a rank has those whose last element
-    is in its share; where they are columns, which all shares cut, the ranks have as many each. Without a shard, all.
+    The matrix begins at element `start` of a tensor; by default the rank is the one of `shard`. Where channels are
+    rows, a rank keeps the channels whose last element is in its share. Where they are columns, which all shares cut,
+    the ranks keep equal numbers. Without a shard, one process keeps all.
     """
     rows, columns = shape
     if shard is None:

@@ -1,7 +1,7 @@
 """The layout of tables: parameters with a row for each token of a vocabulary, which are read by blocks of rows.
 
 A table is never whole in memory where the budget has no room for it. Its blocks depend on its shape and dtype alone, so
-that what is computed block by block has the same bits whatever the budget.
+a result that is computed block by block has the same bits with every budget.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 #: The least size of a parameter that is read by blocks and by rows. A smaller one is read whole.
 TABLE_BYTES_MIN = 16 * MIB
-#: The size that blocks come near to, and the most that whole MiB may make of it.
+#: The size that blocks are closest to, and the most that rounding to whole MiB may make of it.
 BLOCK_BYTES = 8 * MIB
 BLOCK_BYTES_MAX = 12 * MIB
 
@@ -64,19 +64,19 @@ class Blocks:
         return min(self.height, self.rows) * self.width * self.itemsize
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield the first row of each block, and how many it has."""
+        """Yield the first row and the number of rows of each block."""
         for first in range(0, self.rows, height := self.height):
             yield first, min(height, self.rows - first)
 
 
 def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
-    """Return the tables of a model: embeddings, and heads, but for those within its layers.
+    """Return the tables of a model: embeddings and heads outside its layers.
 
     Args:
-        model: a head is what `get_output_embeddings` of a model of transformers returns, or lies within it.
-        fused_loss: False leaves heads, and what is tied to them, whole. True takes for heads, in a model that is not
-            of transformers, all linear layers with at least four times as many outputs as inputs, too. "auto" is
-            neither.
+        model: of transformers, whose `get_output_embeddings` returns the head or a module around it, or any other.
+        fused_loss: False leaves heads, and embeddings tied to them, whole. True, in a model that is not of
+            transformers, also takes as heads all linear layers with at least four times as many outputs as inputs.
+            "auto" does neither.
     """
     embeddings = {
         weight
@@ -88,7 +88,7 @@ def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
 
 
 def find_heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
-    """Return the heads among the tables of a model, and what is tied to them; `fused_loss` is as in `find_tables`."""
+    """Return the heads among a model's tables, and embeddings tied to them; `fused_loss` is as in `find_tables`."""
     linear = _weights(model, nn.Linear)
     get_head = getattr(model, "get_output_embeddings", None)
     if get_head is not None:
@@ -117,12 +117,12 @@ def _weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[Any, torch.T
 
 
 def repeats(module: nn.Module) -> bool:
-    """Whether the children of a module are layers, each with a unit of its own."""
+    """Return whether the children of a module are layers, each with a unit of its own."""
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
 
 
 def _first_in_layers(model: nn.Module) -> set[torch.Tensor]:
-    """Return the parameters that belong to layers, with which they move: those that are registered there first."""
+    """Return the parameters that are registered in a layer first, and so move with it."""
     seen: dict[torch.Tensor, bool] = {}
     visited: set[nn.Module] = set()
 
@@ -141,5 +141,5 @@ def _first_in_layers(model: nn.Module) -> set[torch.Tensor]:
 
 
 def is_large(table: torch.Tensor) -> bool:
-    """Whether a parameter is large enough to be read by blocks."""
+    """Return whether a parameter is large enough to be read by blocks."""
     return table.ndim == 2 and table.nbytes >= TABLE_BYTES_MIN

@@ -1,4 +1,4 @@
-"""Parameters that have one value: those that a configuration ties, and those that merely share their memory."""
+"""Parameters with one value: tied by the configuration, or views of the same memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_shared_memory(model: nn.Module) -> None:
 
     Raises ValueError that names both and says how to tie them.
     """
-    #: Where what was seen so far ends, and its name: of all, and of trained parameters.
+    #: The end and the name of the last range so far: among all, and among trained parameters.
     last, last_trained = (0, ""), (0, "")
     for first, end, name, trained in sorted(_spans(model)):
         before = last if trained else last_trained
@@ -35,7 +35,7 @@ def check_shared_memory(model: nn.Module) -> None:
 
 
 def _spans(model: nn.Module) -> Iterator[tuple[int, int, str, bool]]:
-    """Yield of each parameter and buffer its first address, the address behind it, its name, and whether it trains."""
+    """Yield for each parameter and buffer its first address, the address behind it, its name, and whether it trains."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0:
@@ -49,7 +49,7 @@ def _spans(model: nn.Module) -> Iterator[tuple[int, int, str, bool]]:
 
 
 def ties_of(model: Any) -> dict[str, str]:
-    """Return what the configuration of a model ties: parameter name -> name of the parameter that it is tied to.
+    """Return the ties of a model's configuration: parameter name -> name of the parameter that it is tied to.
 
     Both are ordered as transformers ties them. A model that is not transformers' has none.
     """

@@ -1,4 +1,4 @@
-"""The layout of a model: its parameters divided into units, which move as a whole, and each unit's bytes."""
+"""The layout of a model: units of parameters that move together, and the bytes of each unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACK_ALIGN_ELEMENTS = 32
 #: Modules outside the repeated layers whose own parameters are smaller than this share one unit.
 SMALL_MODULE_BYTES = 1024 * 1024
 
-#: While it is entered, PyTorch asks no class: what stands for an absent parameter is what it holds, a NaN.
+#: Within this context PyTorch dispatches to no tensor subclass: a stand-in for an absent parameter is its NaN.
 as_held = torch._C.DisableTorchFunctionSubclass
 
 CPU = torch.device("cpu")
@@ -54,8 +54,8 @@ class Place:
     offset: int
     #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
     absent: torch.Tensor
-    #: The value of `parameter.grad` while memascend keeps the gradient: another one for every
-    #: gradient, and of the class that stands for it (`memascend.offloading.stand_ins`).
+    #: The value of `parameter.grad` while memascend keeps the gradient: a new one for every gradient, and a stand-in
+    #: for it (`memascend.offloading.stand_ins`).
     marker: torch.Tensor
     #: The classes of the parameter while its values are on SSD, and while they are in memory.
     absent_class: type = nn.Parameter
@@ -86,15 +86,15 @@ class Place:
     sum_squares: float = 0.0
     non_finite: bool = False
     #: The captures under way from a device: of the gradient, which will give `sum_squares` and `non_finite`, and of
-    #: what it was projected to.
+    #: its projection.
     capturing: list[Capture] = field(default_factory=list)
     #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it
     #: has made.
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
-    #: How the present gradient was projected when it was captured (APOLLO), if it was, and the number of what came of
-    #: it in the store.
+    #: How the present gradient was projected when it was captured (APOLLO), if it was, and the number of the result in
+    #: the store.
     projection: Projection | None = None
     projected: tuple[int, int] | None = None
     #: The moments of its projected gradient, where they are on the store.
@@ -109,7 +109,7 @@ class Place:
 
     @property
     def stored(self) -> tuple[int, int, int]:
-        """The first of its elements that the store has, the same counted in the tensor there, and how many it has."""
+        """The first of its elements in the store, the same counted in the tensor there, and the number of them."""
         shard = self.tensor.shard
         return (0, self.start, self.numel) if shard is None else shard.part(self.start, self.numel)
 
@@ -124,7 +124,7 @@ class Place:
         return storage[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
     def show(self, storage: torch.Tensor) -> None:
-        """Have the parameter show its values, in its unit's bytes (uint8)."""
+        """Bind the parameter to its values in its unit's bytes (uint8)."""
         parameter = self.parameter
         # Neither class of an offloaded parameter has an ordinary `data`.
         parameter.__class__ = nn.Parameter
@@ -140,7 +140,7 @@ class Place:
         return self.parameter._version != self.shown_version
 
     def hide(self) -> None:
-        """Have the parameter stand for values that are on SSD."""
+        """Unbind the parameter: it stands for values that are on SSD."""
         parameter = self.parameter
         parameter.__class__ = nn.Parameter
         parameter.data = self.absent
@@ -191,13 +191,13 @@ class StoreTensor:
     planes: dict[Plane, StorePlane] = field(default_factory=dict)
     #: How many elements, counted from the first, keep their states in memory from one step to the next.
     kept_elements: int = 0
-    #: Of a tensor that is divided over ranks: this one's share, of which `numel`, `nbytes` and `offset` are.
+    #: The share of this rank, where the store is divided over ranks: `numel`, `nbytes` and `offset` are the share's.
     shard: Shard | None = None
-    #: In which dtype the gradient is put aside; autograd makes it in the weights' dtype.
+    #: The dtype in which the gradient is stored; autograd makes it in the weights' dtype.
     gradient_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        """Have the gradient put aside as autograd makes it."""
+        """Store the gradient as autograd makes it."""
         self.gradient_dtype = self.dtype
 
     @property
@@ -207,7 +207,7 @@ class StoreTensor:
 
     @property
     def gradient_nbytes(self) -> int:
-        """Size of the gradient that is put aside, in bytes, rounded up to whole pages."""
+        """Size of the stored gradient in bytes, rounded up to whole pages."""
         return round_up(self.numel * self.gradient_dtype.itemsize, PAGE_BYTES)
 
 
@@ -234,7 +234,7 @@ class Unit:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of its weights on the store; of a unit that is divided over ranks, those of this rank's share."""
+        """Bytes of its weights on the store: this rank's share, where the store is divided over ranks."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -244,7 +244,7 @@ class Unit:
 
     @property
     def outside(self) -> list[tuple[ExternalFile, int, int, int, Packing | None]]:
-        """File, position there, offset and bytes in the unit of each piece of the weights that are in no store."""
+        """File, position there, offset and bytes in the unit of each piece of weights that is in no store."""
         found = []
         for place in self.places:
             offset = place.offset
@@ -323,10 +323,10 @@ def partition(
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer), and so is every
     table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
     first. `fused_loss` says which tables are read by blocks (`find_tables`); None is none. `gradients` is as in
-    `memascend.offload`. `uploaded`: what is computed with goes on to a CUDA device.
+    `memascend.offload`. `uploaded` says whether the model computes on a CUDA device.
 
     Raises ValueError for a dtype that cannot be trained, quantised weights among them, or whose gradients cannot be
-    put aside so.
+    stored in the dtype that is asked for.
     """
     check_not_quantised(model)
     # The layout of a store depends neither on the device nor on how the loss is computed.
@@ -346,7 +346,7 @@ def partition(
 
 
 def _round_gradients(units: Sequence[Unit]) -> None:
-    """Have gradients be put aside in bfloat16. Raises ValueError for a float16 weight, which would lose accuracy."""
+    """Store gradients in bfloat16. Raises ValueError for a float16 weight, which would lose accuracy."""
     for tensor in (tensor for unit in units for tensor in unit.tensors):
         if tensor.trained and tensor.dtype == torch.float16:
             raise ValueError(
@@ -416,7 +416,7 @@ class _Divider:
 
 
 def _mark_held_together(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Mark as held the units of which one module needs several at once: its parameters are tied to theirs."""
+    """Mark units as held where one module needs several of them at once: its parameters are tied to theirs."""
     unit_of = {place.parameter: unit for unit in units for place in unit.places}
     repeated = {module: unit for unit in units if unit.repeated for module in unit.modules}
     for module in model.modules():

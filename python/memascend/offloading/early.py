@@ -52,7 +52,7 @@ class EarlyUpdates:
         in_flight_bytes: int,
     ) -> None:
         """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most."""
-        self._streamer = streamer
+        self._streamer, self._backward = streamer, streamer.backward_updates
         self._generations = generations
         self._timeline = timeline
         self._in_flight_bytes = in_flight_bytes
@@ -69,7 +69,7 @@ class EarlyUpdates:
             return False
         # As it would have been put aside.
         gradient = gradient.to(tensor.gradient_dtype).to(tensor.dtype).contiguous()
-        addresses = self._streamer.weight_address(tensor), gradient.data_ptr()
+        addresses = self._backward.weight_address(tensor), gradient.data_ptr()
         segment = optimizer.early_segment(place.parameter, addresses)
         if segment is None:
             return False
@@ -77,14 +77,14 @@ class EarlyUpdates:
         self._release(gradient.nbytes)
         with uninterrupted():
             optimizer.prepare_early(place.parameter, segment)
-            self._in_flight.append((self._streamer.update_early(self._update(tensor, segment)), gradient))
+            self._in_flight.append((self._backward.update(self._update(tensor, segment)), gradient))
             self._note_taken(place, optimizer, segment)
         return True
 
     def _optimizer_of(self, place: Place) -> Optimizer | None:
         """Return the optimizer that may update a parameter now; None if the update waits for `step`."""
         tensor = place.tensor
-        if place.awaits_step or not updates_early(tensor) or not self._streamer.can_update_early(tensor):
+        if place.awaits_step or not updates_early(tensor) or not self._backward.can_update(tensor):
             return None
         optimizer = None if place.owner is None or place.saved_names else place.owner()
         return optimizer if optimizer is not None and self._generations.allows_early(optimizer) else None

@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place
     from memascend.machine.cuda import ComputeDevice
     from memascend.offloading.gradients import LeavingCopy
-    from memascend.residency.device import DeviceStreamer
+    from memascend.residency.host import Streamer
 
 
 class EarlyUpdatesOnDevice(EarlyUpdates):
     """Takes the updates of the backward passes of a session whose gradients are made on a device."""
 
-    _streamer: DeviceStreamer
-
     def __init__(
         self,
-        streamer: DeviceStreamer,
+        streamer: Streamer,
         generations: Generations,
         timeline: Timeline,
         device: ComputeDevice,
@@ -76,7 +74,7 @@ class EarlyUpdatesOnDevice(EarlyUpdates):
         ready = self._device.record()
         self._generations.settle(optimizer)
         with uninterrupted():
-            applying = self._streamer.update_from_device(
+            applying = self._backward.update_from_device(
                 self._update(place.tensor, segment), held[0].data_ptr(), ready, measured
             )
             if place.moments is not None:

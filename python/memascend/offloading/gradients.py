@@ -148,7 +148,7 @@ class GradientCapture:
             return
         if self.early is not None and not isinstance(gradient, TableGradient) and self.early.take(place, gradient):
             return
-        self.streamer.apply_update(place.tensor.unit)
+        self.streamer.updates.apply(place.tensor.unit)
         with span(f"gradient of {place.name}"):
             # On a device with room for it a whole gradient is measured there, and captured by another thread.
             whole = place.tensor.packed or (self.device is not None and place.nbytes <= self.made_bytes)
@@ -426,7 +426,7 @@ class GradientCapture:
         """Keep `values`, (elements of the parameter,), instead of the present gradient."""
         place.awaits_step = True
         # The update that waits for the step's gradient reads it from where the new one goes.
-        self.streamer.apply_update(place.tensor.unit)
+        self.streamer.updates.apply(place.tensor.unit)
         self._discard(place)
         self._keep(place, values, accumulate=False, stays=False)
         place.added += 1

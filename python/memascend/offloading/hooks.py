@@ -459,7 +459,7 @@ class Hooks:
             if not self._said_uncompiled and called_from_compiled():
                 self._say_uncompiled(model)
             check_transforms("the model")
-            streamer.refuse_early()
+            streamer.backward_updates.refuse()
             session.host_budget.fit(grad)
             if grad:
                 self._watch_gradients()

@@ -22,6 +22,7 @@ from memascend.errors import MemascendError, RankError
 from memascend.layout.division import ALIGN_BYTES, part_of, sent_bytes
 from memascend.layout.units import DTYPE_NAMES, as_held
 from memascend.offloading.gradients import GradientCapture
+from memascend.residency.shares import ShardGatherer
 from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Place, Unit
     from memascend.ranks.group import Ranks
-    from memascend.residency.gathering import GatheringStreamer
 
 #: The entries of a rank for a parameter: it has a new gradient of it; it keeps an earlier one, to which new ones are
 #: added.
@@ -49,8 +49,8 @@ class JoinedGradients(GradientCapture):
         super().__init__(*args)
         self.ranks = ranks
         self._units = list(units)
-        streamer: GatheringStreamer = self.streamer  # type: ignore[assignment]
-        streamer.before_use = self._before_use
+        assert isinstance(self.streamer.values, ShardGatherer), "each rank's store has a share"
+        self.streamer.values.before_use = self._before_use
         #: Gradients of this backward pass that have not been sent yet: None for one that `_pack` finds elsewhere.
         self._new: dict[Place, torch.Tensor | None] = {}
         #: Sums of squares of the blocks on this rank, and whether a value is not finite, of gradients joined in this
@@ -156,7 +156,7 @@ class JoinedGradients(GradientCapture):
             owners = [[bool(flags[at] & NEW) for flags in every] for at in range(len(places))]
             pieces = self._swap(action, places, owners)
             if pieces:
-                self.streamer.apply_update(unit)
+                self.streamer.updates.apply(unit)
             for place, of_ranks in pieces.items():
                 self._join(place, of_ranks)
 

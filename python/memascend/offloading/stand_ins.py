@@ -342,8 +342,8 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
                 yield Loan(source or whole_of(place), stored)
         finally:
             if shown.written:
-                session.streamer.check_writable([place])
-                session.streamer.mark_written(unit)
+                session.streamer.values.check_writable([place])
+                session.streamer.writes.mark(unit)
 
 
 class _ShowingAll:

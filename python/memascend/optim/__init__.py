@@ -10,8 +10,8 @@ from memascend.optim.sgd import SGD
 
 __all__ = ["NAMED", "SGD", "Adam", "AdamW", "Apollo", "ApolloMini", "Lion", "OffloadedOptimizer", "apollo_groups"]
 
-#: What the command line offers: the class, its algorithm for `Rule`, and options that differ from
-#: the defaults; `rank` is that of `apollo_groups`.
+#: The optimizers of the command line: the class, its algorithm for `Rule`, and options that differ from the defaults;
+#: `rank` is an option of `apollo_groups`.
 NAMED: dict[str, tuple[type[OffloadedOptimizer], str, dict[str, Any]]] = {
     "adamw": (AdamW, "adamw", {}),
     "apollo": (Apollo, "apollo", {"rank": 256}),

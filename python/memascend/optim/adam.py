@@ -122,5 +122,5 @@ class AdamW(Adam):
             **options,
         )
 
-    # Decoupled weight decay is what makes this AdamW, whatever a loaded dictionary says.
+    # A loaded dictionary does not turn decoupled weight decay, and so AdamW, off.
     own_options = (*Adam.own_options, "decoupled_weight_decay")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memascend.residency.updates import Measured, Segment
 
 
-#: Options on which the factors of channels depend, beside those of the step's constants.
+#: Options on which the factors of channels depend, beside the options of the step's constants.
 _OF_FACTORS = ("betas", "eps", "rank", "scale", "scale_type", "scale_front", "update_proj_gap", "seed")
 
 
@@ -53,7 +53,7 @@ class Apollo(OffloadedOptimizer):
         proj, proj_type: "random" and "std" alone: a random matrix on the smaller side.
         maximize: follow the gradient upwards.
         options: `states` (of groups with AdamW), `master`, `seed`, `nonfinite`, `store`, `host_memory` and others of
-            `OffloadedOptimizer`. Moments of projected gradients are float32, and those of ordinary parameters are in
+            `OffloadedOptimizer`. Moments of projected gradients are float32; moments of ordinary parameters are in
             memory, also with `store`.
     """
 
@@ -171,7 +171,7 @@ class Apollo(OffloadedOptimizer):
         return projected.projection_of(group, self._homes.of(parameter))
 
     def measured_early(self, parameter: nn.Parameter, projection: Projection, address: int) -> Measured | None:
-        """Return what an update that `early_segment` gave finds its factors from; see `OffloadedOptimizer`."""
+        """Return the source of the factors of an update of `early_segment`; see `OffloadedOptimizer`."""
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         return projected.measured(group, self._homes.of(parameter), projection, address)
 
@@ -206,7 +206,7 @@ class Apollo(OffloadedOptimizer):
             projected.load(home, int(group["rank"]), saved)
 
     def describe(self, session: Session) -> dict[str, Any]:
-        """Return what a store keeps of the optimizer; see `OffloadedOptimizer.describe`."""
+        """Return the optimizer's record for a store; see `OffloadedOptimizer.describe`."""
         self._check_failed()
         norms = {
             place.name: self.state[place.parameter]["norm"]

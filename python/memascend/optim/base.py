@@ -61,10 +61,10 @@ class OffloadedOptimizer(Optimizer):
             False keeps none: the weight is rounded stochastically. A float16 weight always has an fp32 master beside
             it. A group may have its own.
         seed: seed of stochastic rounding, below 2^32. The same seed gives the same bits, with any number of threads.
-        nonfinite: what `step` does where a gradient is infinite or NaN: "propagate" it as PyTorch does, "skip" the
-            step (and count it in `skipped_steps`), or "raise" a MemascendError before anything has changed.
+        nonfinite: the policy of `step` for a gradient that is infinite or NaN: "propagate" it as PyTorch does, "skip"
+            the step (and count it in `skipped_steps`), or "raise" a MemascendError before anything has changed.
         store: directory, or several, for the states of ordinary parameters.
-        host_memory: ceiling of the buffers that move those states (default: what they need).
+        host_memory: ceiling of the buffers that move those states (default: as much as they need).
         options: `engine`, `direct`, `allocator`, `huge_pages`, `compute_threads`, as in `memascend.offload`.
 
     `foreach`, `fused`, `capturable` and `differentiable` are accepted because `torch.optim` has them. Every step is
@@ -102,7 +102,7 @@ class OffloadedOptimizer(Optimizer):
         if defaults.get("fused") and defaults.get("foreach"):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self._begin(None if store is None else OwnStores(store, host_memory, tuning))
-        #: What becomes of a step whose gradients are not all finite; may be changed at any time.
+        #: The policy for a step whose gradients are not all finite; may be changed at any time.
         self.nonfinite = nonfinite
         defaults |= {"states": states, "master": bool(master), "seed": int(seed)}
         super().__init__(params, defaults)
@@ -110,7 +110,7 @@ class OffloadedOptimizer(Optimizer):
         self._prepare(self.param_groups)
 
     def _begin(self, own_stores: OwnStores | None) -> None:
-        """Set what an optimizer has before its parameters, for a new one as for a copy."""
+        """Set the attributes that come before the parameters, for a new optimizer as for a copy."""
         self._homes = Homes(self, own_stores)
         self._factors = GradientFactors()
         self._early_steps = EarlySteps(self._homes)
@@ -121,7 +121,7 @@ class OffloadedOptimizer(Optimizer):
         self.nonfinite = "propagate"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs. Raises TypeError if states are on SSD."""
+        """Return the state of a copy. Raises TypeError if states are on SSD."""
         if self._homes.on_drives:
             raise TypeError(f"{type(self).__name__} has states on SSD and cannot be copied: use state_dict()")
         return super().__getstate__() | {"nonfinite": self.nonfinite, "skipped_steps": self.skipped_steps}
@@ -147,19 +147,19 @@ class OffloadedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _ask(self, group: dict[str, Any], home: Home, room: Room) -> None:
-        """Ask for room for what the algorithm keeps beside the planes of a parameter's rule."""
+        """Ask for room for states of the algorithm beside the planes of a parameter's rule."""
 
     def _find_factors(self, group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
-        """Give an update what it takes from the whole gradient, which is multiplied by `grad_scale`.
+        """Give an update its factors, which depend on the whole gradient, multiplied by `grad_scale`.
 
-        A part of the step: nothing is refused any more.
+        This is a part of the step: nothing is refused any more.
         """
 
     def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
-        """Do what `_find_factors` does, with these arguments, where a store is divided over ranks: all together."""
+        """Find the factors of several updates together, where a store is divided over ranks; see `_find_factors`."""
 
     def _factor_options(self, group: dict[str, Any]) -> Any:
-        """Return the options of a group that `_find_factors` goes by."""
+        """Return the options of a group that `_find_factors` reads."""
         return None
 
     def rule_of(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> Rule:
@@ -312,7 +312,7 @@ class OffloadedOptimizer(Optimizer):
         self._early_steps.prepare(self._algorithms, parameter, segment)
 
     def measured_early(self, parameter: torch.nn.Parameter, projection: Projection, address: int) -> Measured | None:
-        """Return what an update that `early_segment` gave finds its factors from, instead of `prepare_early`.
+        """Return the source of the factors of an update of `early_segment`; it replaces `prepare_early`.
 
         A device measures the gradient as `projection_of` says; the numbers are at `address` there.
         """
@@ -439,11 +439,11 @@ class OffloadedOptimizer(Optimizer):
     # ---- durable steps ---------------------------------------------------------------------------
 
     def trains_only(self, session: Session) -> bool:
-        """Whether every parameter is of the model that `session` offloads."""
+        """Return whether every parameter is of the model that `session` offloads."""
         return record.trains_only(self, session)
 
     def describe(self, session: Session) -> dict[str, Any]:
-        """Return what a store keeps of the optimizer: names of parameters instead of parameters, and no tensors.
+        """Return the optimizer's record for a store: names of parameters instead of parameters, and no tensors.
 
         Raises MemascendError where parameters are not all of the model that `session` offloads.
         """

@@ -37,7 +37,7 @@ class EarlySteps:
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any parameter is ahead of `step`."""
+        """Return whether any parameter is ahead of `step`."""
         return bool(self._scalars)
 
     def look_up(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -54,7 +54,7 @@ class EarlySteps:
         """Return the next update of a parameter, of weights and a gradient at `addresses`; None: they come in pieces.
 
         None where the update has to wait for `step`: in the parameter's first step, which makes room for its states,
-        and in the first one of the program, which shows what the program does with gradients.
+        and in the program's first step, which shows how the program uses gradients.
         """
         group = self._groups.get(parameter)
         home = self._homes.of(parameter)
@@ -70,7 +70,7 @@ class EarlySteps:
         return Segment(home.place.start, home.place.numel, rule, scalars, fresh, addresses)
 
     def prepare(self, algorithm: Algorithm, parameter: nn.Parameter, segment: Segment) -> None:
-        """Give an update that is about to be started what it takes from the whole gradient."""
+        """Give an update that is about to be started its factors, which depend on the whole gradient."""
         algorithm.find_factors(self._groups[parameter], self._homes.of(parameter), segment, 1.0)
 
     def take(self, algorithm: Algorithm, parameter: nn.Parameter, segment: Segment) -> None:

@@ -1,4 +1,4 @@
-"""What the next step multiplies gradients by: the factors of clipping and of unscaling a loss.
+"""The factors of the next step's gradients, which come of clipping and of unscaling a loss.
 
 A factor is remembered with the gradient that it was computed for, so a new gradient is not multiplied by an old factor,
 and a gradient that was changed since is refused.
@@ -35,7 +35,7 @@ class GradientFactors:
         self._factors.clear()
 
     def of(self, home: Home) -> float:
-        """Return the factor of a parameter's gradient: 1, or that of its home, unless another one was set.
+        """Return the factor of a parameter's gradient: the home's, by default 1, unless another one was set.
 
         Raises RuntimeError if the gradient was added to, or written to, after its factor was set.
         """
@@ -61,7 +61,7 @@ class GradientFactors:
         return any_non_finite
 
     def clip(self, homes: list[Home], max_norm: float, error_if_nonfinite: bool) -> float:
-        """Multiply all factors by what brings the 2-norm of the gradients to at most `max_norm`.
+        """Multiply all factors so that the 2-norm of the gradients is at most `max_norm`.
 
         Returns the norm before: the square root of a sum of squares, in fp64 and in the order of `homes`. It is NaN
         where a gradient is not finite.
@@ -96,7 +96,7 @@ class _GradientVersion:
         self._version = gradient._version
 
     def unchanged(self, home: Home) -> bool | None:
-        """Whether the parameter still has this gradient; None if it has, but the gradient was written to since."""
+        """Return whether the parameter still has this gradient; None if it has, but the gradient was written to."""
         now = _GradientVersion(home)
         if self._captures is None or now._captures is None:
             if self._gradient() is not home.parameter.grad:

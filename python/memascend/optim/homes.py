@@ -51,7 +51,7 @@ class StateOwner(Optimizer, Protocol):
 
 
 class Homes:
-    """Where the states of one optimizer's parameters live, and what it has done with each parameter so far."""
+    """Where the states of one optimizer's parameters live, and the rule of each parameter's last step."""
 
     def __init__(self, optimizer: StateOwner, own_stores: OwnStores | None = None) -> None:
         """Begin without parameters; with `own_stores`, states of ordinary parameters go there instead of memory."""
@@ -124,7 +124,7 @@ class Home(ABC):
 
     #: The offloaded model that the parameter belongs to.
     session: Session | None = None
-    #: What a step multiplies the gradient by, beside what clips or unscales it.
+    #: The factor of the gradient in a step, beside the factors of clipping and unscaling.
     gradient_factor: float = 1.0
 
     def __init__(self, homes: Homes, parameter: nn.Parameter) -> None:
@@ -155,7 +155,7 @@ class Home(ABC):
         return self.homes.rules.get(self.parameter)
 
     def was_reset(self, rule: Rule) -> bool:
-        """Whether the program has given up states that are on a store: it removed, replaced or cleared their entry.
+        """Return whether the program has given up states on a store: it removed, replaced or cleared their entry.
 
         Raises MemascendError for an entry that was assigned with states of `rule`, which the store's would not be.
         """
@@ -164,7 +164,7 @@ class Home(ABC):
         _, place = self.location
         state, last_rule = self.state, self.last_rule
         made = bool(place.made) or place.moments is not None
-        # What was in memory before it was offloaded has its states there until they are taken in.
+        # A parameter that was in memory before it was offloaded has its states there until they are taken in.
         if (made or last_rule is None) and any(plane.name in state for plane in rule.planes):
             raise MemascendError(
                 f"Optimizer.state of {self.name} was assigned, but its states are on the store, and those would be "
@@ -239,7 +239,7 @@ class Home(ABC):
         parameter, gradient = self.parameter, self.parameter.grad
         assert gradient is not None
         if is_stand_in(gradient):
-            gradient = parameter.grad = copy_of(gradient)  # that of another parameter
+            gradient = parameter.grad = copy_of(gradient)  # another parameter's
         if gradient.layout is not torch.strided:
             optimizer_name = type(self.homes.optimizer).__name__
             raise RuntimeError(f"{optimizer_name} does not support sparse gradients: use sparse=False")
@@ -254,7 +254,7 @@ class Home(ABC):
             )
         return gradient
 
-    # ---- what each home answers ------------------------------------------------------------------
+    # ---- questions that each home answers ----------------------------------------------------------
 
     @property
     @abstractmethod
@@ -290,7 +290,7 @@ class Home(ABC):
 
     @abstractmethod
     def clear_gradient(self, set_to_none: bool) -> None:
-        """Discard what a store keeps of the gradient, or set it to zero. `Optimizer.zero_grad` does the same after."""
+        """Discard the gradient in a store, or set it to zero. `Optimizer.zero_grad` does the same after."""
 
     @abstractmethod
     def prepare(self, rule: Rule, room: Room) -> None:
@@ -318,7 +318,7 @@ class Home(ABC):
 
 
 def _goes_on(state: dict[str, Any]) -> bool:
-    """Whether an entry is one that steps have made, and that the program has not given up."""
+    """Return whether steps have made an entry, and the program has not given it up."""
     return not state.cleared if isinstance(state, StoredState) else _has_tensors(state)
 
 
@@ -386,7 +386,7 @@ class OnModel(Home):
         gradients.finish(place)
 
     def gradient_stats(self) -> tuple[float, bool]:
-        """Return what was measured when the gradient was taken over."""
+        """Return the sum and the check that were made when the gradient was taken over."""
         self.place.awaits_step = True
         return self.place.sum_squares, self.place.non_finite
 
@@ -444,7 +444,7 @@ class OnModel(Home):
         self.homes.optimizer.state[self.parameter] = rest
 
     def restart(self, rule: Rule) -> None:
-        """Become the optimizer that has the states; those of any other optimizer are given up."""
+        """Become the optimizer that has the states, and give up another optimizer's."""
         session, place = self.session, self.place
         session.generations.settle()  # the generation being committed still has them
         place.owner, place.rule = weakref.ref(self.homes.optimizer), rule
@@ -452,7 +452,7 @@ class OnModel(Home):
         if place.moments is not None:
             session.runtime.remove_tensor(place.moments.id)
             place.moments = None
-        session.streamer.apply_update(place.tensor.unit)
+        session.streamer.updates.apply(place.tensor.unit)
         session.runtime.wait_unit(place.tensor.unit.index)
         free_unused_states(session.runtime, place.tensor)
 
@@ -483,7 +483,7 @@ class _Ordinary(Home):
 
     @property
     def name(self) -> str:
-        """The parameter's number among those of the optimizer."""
+        """The parameter's number in the optimizer."""
         return f"parameter number {self.homes.numbers.get(self.parameter, 0)}"
 
     @property
@@ -613,7 +613,7 @@ class InMemory(_Ordinary):
         """Do nothing: the states are made in the parameter's first step."""
 
     def prepare_step(self, rule: Rule, room: Room) -> None:
-        """Make the states that are missing, and check that the others are what the kernels take them for."""
+        """Make the states that are missing, and check that the others have the form that the kernels expect."""
         parameter, state = self.parameter, self.homes.optimizer.state[self.parameter]
         for plane in rule.planes:
             dtype = getattr(torch, plane.dtype)

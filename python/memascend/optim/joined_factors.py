@@ -4,8 +4,8 @@ A number of a projected gradient is one chain of products in the order of its ch
 may cut a channel. So each rank goes on with the sums of the rank before it. The ranks work side by side: at turn t,
 rank k projects its share of matrix t - k and hands on its sums, so that M matrices take M turns and one for each rank.
 
-Each rank keeps the moments of some channels (`layout.shards.channels_of`), and tells all what it found of these, from
-which each finds the factors of all channels. One exchange ends a turn. What is about to be done is compared once.
+Each rank keeps the moments of some channels (`layout.shards.channels_of`), and sends their squares to all ranks, which
+compute the factors of all channels from them. One exchange ends a turn. The ranks compare the work once, before it.
 
 The step does this, and not the capture, since each pass would carry sums for nothing. The price is that gradients on
 the SSD are read once more.
@@ -43,15 +43,15 @@ SQUARES_BYTES = 3 * torch.float64.itemsize
 
 
 class Division:
-    """Which rank has which elements and channels of one matrix, and what each sends to which."""
+    """The elements and channels of one matrix on each rank, and the bytes that each sends to each."""
 
     def __init__(self, projection: Projection, start: int, shard: Shard) -> None:
         """Divide the matrix that begins at element `start` of a tensor."""
         shape = projection.rows, projection.columns
         self.projection = projection
-        #: Of each rank: its first element of the matrix, the same counted in its share, and how many it has.
+        #: For each rank: its first element of the matrix, the same counted in its share, and how many it has.
         self.parts = [shard.part(start, shape[0] * shape[1], rank) for rank in range(shard.ranks)]
-        #: Of each rank: the first channel of which it keeps the moments, and of how many it does.
+        #: For each rank: the first channel whose moments it keeps, and the number of such channels.
         self.channels = [channels_of(shape, start, shard, rank) for rank in range(shard.ranks)]
         holders = [rank for rank, (_, _, count) in enumerate(self.parts) if count]
         #: The ranks that have elements follow one another.
@@ -66,7 +66,7 @@ class Division:
     def sent_by_turn(self, source: int, target: int) -> tuple[int, int]:
         """Return the bytes that go from one rank to another once `source` has projected its share.
 
-        First the sums of channels that are incomplete, then what was measured of channels whose moments `target` keeps.
+        First the sums of incomplete channels, then the measured channels whose moments `target` keeps.
         """
         if not self.first <= source <= self.last:
             return 0, 0
@@ -90,10 +90,10 @@ class Division:
         return sum(_length(self.sent_by_turn(rank, target)) + self.squares_bytes(rank) for rank in others)
 
     def memory_bytes(self, rank: int) -> int:
-        """Return about what a rank needs at most while it finds factors, beside the plan.
+        """Return about the most bytes that a rank needs while it finds factors, beside the plan.
 
-        The projector of its share, what it receives and sends meanwhile, and the measured channels and both moments of
-        those of which it keeps some: `FACTORS_AT_ONCE` at a time, and one that waits.
+        These are the projector of its share, the bytes that it receives and sends meanwhile, and the measured channels
+        with both moments, of `FACTORS_AT_ONCE` matrices at a time and of one that waits.
         """
         others = range(len(self.parts))
         projector = self.projection.share_bytes(*self.ends(rank)) if self.parts[rank][2] else 0
@@ -142,7 +142,7 @@ def find_factors(ranks: Ranks, matrices: Sequence[Matrix]) -> None:
 
 
 class _Turns:
-    """What this rank does in each turn."""
+    """The turns of this rank."""
 
     def __init__(self, ranks: Ranks, matrices: Sequence[Matrix], pool: ThreadPoolExecutor) -> None:
         self._ranks, self._matrices, self._pool = ranks, matrices, pool
@@ -168,7 +168,7 @@ class _Turns:
         self._receive(turn, received, lengths)
 
     def _projected(self, turn: int, rank: int) -> Matrix | None:
-        """Return the matrix of which a rank projects its share in a turn, if it has one."""
+        """Return the matrix whose share a rank projects in a turn, if it has one."""
         number = turn - rank
         if not 0 <= number < len(self._matrices):
             return None
@@ -176,7 +176,7 @@ class _Turns:
         return matrix if matrix.division.first <= rank <= matrix.division.last else None
 
     def _squared(self, turn: int) -> Matrix | None:
-        """Return the matrix of which all ranks have updated the moments before the end of a turn."""
+        """Return the matrix whose moments all ranks have updated before the end of a turn."""
         number = turn - self._ranks.size
         return self._matrices[number] if number >= 0 else None
 
@@ -187,7 +187,7 @@ class _Turns:
         return carried, measured, 0 if squared is None else squared.division.squares_bytes(source)
 
     def _project(self, matrix: Matrix, pieces: dict[int, list[torch.Tensor]]) -> None:
-        """Project this rank's share of a matrix, and add what others get of it to `pieces`."""
+        """Project this rank's share of a matrix, and add the results for other ranks to `pieces`."""
         rank, division, tensor = self._ranks.rank, matrix.division, matrix.place.tensor
         assert tensor.gradient is not None, "a step takes a gradient that was captured"
         first, start, count = division.parts[rank]
@@ -212,14 +212,14 @@ class _Turns:
                 pieces[other].append(numbers.view(torch.uint8))
 
     def _update_moments(self, matrix: Matrix, measured: ProjectedGradient) -> None:
-        """Update the moments of this rank's channels, beside what it goes on with."""
+        """Update the moments of this rank's channels in another thread."""
         _, channels = matrix.division.channels[self._ranks.rank]
         assert measured.channels == channels, "what is measured here is what moments are kept of"
         if channels:
             matrix.squares = self._pool.submit(_squares_of, matrix, measured)
 
     def _receive(self, turn: int, received: torch.Tensor, lengths: Sequence[tuple[int, int, int]]) -> None:
-        """Take up what all ranks have sent in a turn."""
+        """Take the messages of all ranks in a turn."""
         of_ranks: list[torch.Tensor] = []
         begins = accumulate((_length(of_rank) for of_rank in lengths), initial=0)
         for rank, begin, (carried, measured, squares) in zip(range(len(lengths)), begins, lengths, strict=False):

@@ -35,7 +35,7 @@ class Overflow:
         sum_squares: float | None,
         on_devices: Sequence[launcher.Checked] = (),
     ) -> None:
-        """Take the results for CPU tensors, and what was launched on each device."""
+        """Take the results for CPU tensors, and the checks that were launched on each device."""
         self._found_on_cpu = found_inf
         self._sum_squares = sum_squares
         self._on_devices = list(on_devices)
@@ -89,7 +89,7 @@ class Overflow:
         return math.sqrt(self.sum_squares)
 
     def __bool__(self) -> bool:
-        """Whether an infinity or a NaN was found."""
+        """Return whether an infinity or a NaN was found."""
         return self.found_inf
 
     def __repr__(self) -> str:
@@ -122,11 +122,11 @@ def check(
     Args:
         tensors: one tensor or any number of tensors, of any shape (empty included), dtypes and devices mixed.
         norm: sum the squares in the same pass, in fp64 and in a fixed order: the result depends neither on the number
-            of threads nor on the run. On the CPU it is that of `memascend.AdamW.clip_grad_norm_`.
+            of threads nor on the run. On the CPU `memascend.AdamW.clip_grad_norm_` gives the same.
         unscale: multiply all elements by this in place: 1 / scale, torch's `inv_scale`. A number or a tensor of one
             element; the host waits for a CUDA tensor only if there are CPU tensors to unscale. As in torch's gradient
             scaler, the product is taken in fp32 and rounded to the dtype, the check sees the values before the
-            product, and all tensors are unscaled whatever the check finds. The norm is that of the products. Autograd
+            product, and all tensors are unscaled whatever the check finds. The norm is taken of the products. Autograd
             is told of the change (graphs that saved a tensor will refuse it) but does not record it.
         threads: for CPU tensors (default: `torch.get_num_threads()`).
 
@@ -266,7 +266,7 @@ def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory, in any order."""
+    """Return whether the elements fill one range of memory, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -1,12 +1,12 @@
 """Moments of projected gradients, and the factors that APOLLO finds with them.
 
 Moments are a tensor of the store (`Place.moments`) and no planes, because they have another number of elements than the
-weights, and no piece of an update needs them. They are written where the next generation has them, so a step that is
-given up leaves those of the step before. A step reads the moments of two matrices at a time, so that one moves while
-another is computed. A step that fails halfway cannot be tried again, and says so.
+weights, and no piece of an update needs them. They are written to the slots of the next generation, so a step that
+is given up leaves the moments of the step before. A step reads the moments of two matrices at a time, so that one moves
+while another is computed. A step that fails halfway cannot be tried again, and says so.
 
-A gradient is projected when it is captured, as accumulated gradients are summed: the projected values are those that
-are stored. The result belongs to a projection (rank, seed, redraw), which the step compares with its own. Where they
+A gradient is projected when it is captured, as accumulated gradients are summed: the values that are stored are
+projected. The result belongs to a projection (rank, seed, redraw), which the step compares with its own. Where they
 differ, in the first step, for a pack, or for a sum of several passes on a device, the step reads the gradient again and
 comes to the same bits. So capturing is never wrong, only early.
 """
@@ -44,7 +44,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 NAMES = (*MOMENTS, "norm")
 
 
-#: What projecting a gradient may take beside the plan without a notice.
+#: The most memory beside the plan that projecting a gradient takes without a notice.
 NOTED_BYTES = 4 << 20
 
 
@@ -97,7 +97,7 @@ def scratch_bytes(projection: Projection, rank: int) -> int:
 
 
 def note_memory(homes: Iterable[Home], rank: int) -> None:
-    """Tell the models of parameters what projecting a gradient takes beside the plan of host memory, if it is much."""
+    """Note in the models the host memory that projecting a gradient takes beside the plan, if it is much."""
     most: dict[Session, int] = {}
     for home in homes:
         if isinstance(home, OnModel):
@@ -139,7 +139,7 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
 
 
 def measured(group: dict[str, Any], home: Home, projection: Projection, address: int) -> Measured | None:
-    """Return what to find the factors from of a parameter's next step; None where `ask` has not made its moments."""
+    """Return the source of the factors of a parameter's next step; None where `ask` has not made its moments."""
     assert isinstance(home, OnModel), "other parameters are not updated early"
     moments = home.place.moments
     if moments is None or moments.numel != torch.Size(moments_shape(home, projection.rank)).numel():
@@ -149,7 +149,7 @@ def measured(group: dict[str, Any], home: Home, projection: Projection, address:
 
 
 def find_joined_factors(work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
-    """Do what `find_factors` does, with these arguments, where the store is divided over ranks: all together."""
+    """Find the factors of several updates together, where the store is divided over ranks; see `find_factors`."""
     matrices, ranks = [], ranks_of(home.parameter for _, home, _, _ in work)
     assert ranks is not None, "ranks divide the model"
     for group, home, segment, grad_scale in work:
@@ -220,7 +220,7 @@ def _load(home: Home, rank: int) -> torch.Tensor:
 
 
 def _keep(home: Home, moments: torch.Tensor) -> None:
-    """Keep both moments, (2, channels, rank), where those of the parameter are."""
+    """Keep both moments, (2, channels, rank), in the parameter's home."""
     state = home.homes.optimizer.state[home.parameter]
     if isinstance(home, OnModel):
         stored = home.place.moments
@@ -257,7 +257,7 @@ def _as_projected(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor
 
 
 def _by_channel(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
-    """Return what `_as_projected` was given."""
+    """Return the moment, (channels, rank), from the shape of `_as_projected`."""
     rows, columns = parameter.shape
     return moment if rows >= columns else moment.t()
 
@@ -289,7 +289,7 @@ def check_saved(parameter: nn.Parameter, rank: int, saved: dict[str, Any]) -> No
 
 
 def load(home: Home, rank: int, saved: dict[str, Any]) -> None:
-    """Take over saved moments and the norm of the last step; what was not saved begins anew."""
+    """Take over saved moments and the norm of the last step; others begin anew."""
     parameter = home.parameter
     moments = torch.zeros(moments_shape(home, rank))
     first, count = _own_channels(home)

@@ -1,4 +1,4 @@
-"""What a store keeps of an optimizer, so that a resumed run has it again: JSON values, and no tensors."""
+"""The record of an optimizer in a store, for resumed runs: JSON values, and no tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
 
 
 def trains_only(optimizer: Optimizer, session: Session) -> bool:
-    """Whether every parameter of an optimizer is of the model that `session` offloads."""
+    """Return whether every parameter of an optimizer is of the model that `session` offloads."""
     offloaded = {id(place.parameter) for place in session.places}
     offloaded |= {id(parameter) for parameter in empty_parameters(session).values()}
     return all(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Room:
-    """What parameters ask for before any of it is made."""
+    """The states that parameters ask for before any of them is made."""
 
     #: Tensors of offloaded models, with the rules of the parameters that ask.
     on_sessions: defaultdict[Session, dict[StoreTensor, list[Rule]]] = field(default_factory=lambda: defaultdict(dict))
@@ -78,7 +78,7 @@ def make_room(
     session.generations.settle()
     runtime = session.runtime
     missing_state_bytes = sum(numel * torch.float32.itemsize for numel in moments.values())
-    # What projections of gradients put aside: half as much, and a sum for each channel.
+    # Captured gradients are stored projected too: half as much, and a sum for each channel.
     missing_gradient_bytes = missing_state_bytes
     for tensor, rules in tensors.items():
         planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}

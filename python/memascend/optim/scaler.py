@@ -14,13 +14,13 @@ class GradScaler(torch.amp.GradScaler):
 
     Each gradient was checked for overflow when it was captured, so unscaling reads nothing: the factor is applied
     inside the update, in fp32. A step that overflowed is skipped: weights, states and step numbers stay unchanged, and
-    no state is read or written. Gradients of ordinary parameters are unscaled in place, as PyTorch does it; those in
-    float16, which PyTorch refuses to unscale, inside the update too.
+    no state is read or written. Gradients of ordinary parameters are unscaled in place, as PyTorch does it; float16
+    gradients, which PyTorch refuses to unscale, inside the update too.
 
     With a scale that is a power of two (as by default, with the default growth and backoff) unscaling inside the update
     and in place give the same bits, unless a gradient is so small that its dtype rounds it.
 
-    Args: those of `torch.amp.GradScaler`; `device` is "cpu" unless given.
+    Args: as of `torch.amp.GradScaler`; `device` is "cpu" unless given.
     """
 
     def __init__(self, device: str = "cpu", **options: Any) -> None:

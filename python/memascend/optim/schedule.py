@@ -1,4 +1,4 @@
-"""The updates of one optimizer step, sorted by what carries them out."""
+"""The updates of one optimizer step, sorted by where they run."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Schedule:
 
     def __init__(self) -> None:
         """Begin with no updates."""
-        #: What is done before any update: each gives one update what it takes from the whole gradient.
+        #: Functions that run before any update: each gives one update its factors, from the whole gradient.
         self.first: list[Callable[[], None]] = []
-        #: Also of units of which a rank's store has nothing: it takes the step as the other ranks do.
+        #: Also for units without a share in a rank's store: the rank takes the step as the others do.
         self._deferred: defaultdict[Session, dict[Unit, dict[StoreTensor, Update]]] = defaultdict(dict)
         self._on_stores: defaultdict[StatesStore, dict[StoreTensor, Update]] = defaultdict(dict)
         self._store_operands: list[Operands] = []
@@ -89,7 +89,7 @@ class Schedule:
         """Hand the updates of offloaded models to the fetches that will carry them out."""
         for session, units in self._deferred.items():
             for unit, updates in units.items():
-                session.streamer.defer(unit, list(updates.values()))
+                session.streamer.updates.defer(unit, list(updates.values()))
 
     def run(self) -> None:
         """Carry out the updates of ordinary parameters."""

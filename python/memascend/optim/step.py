@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from memascend.optim.rules import Algorithm
     from memascend.residency.updates import Segment
 
-#: How many gradients are worked on together where an update takes something of the whole gradient: one is read or
-#: written while another is computed.
+#: Gradients that are in work together where factors depend on the whole gradient: one is read or written while
+#: another is computed.
 FACTORS_AT_ONCE = 2
-#: The values of `nonfinite`: what becomes of a step whose gradients are not all finite.
+#: The values of `nonfinite`, the policy for a step whose gradients are not all finite.
 NONFINITE = ("propagate", "skip", "raise")
 
 
@@ -72,7 +72,7 @@ class Step:
         self._joined: list[tuple[dict[str, Any], Home, Segment, float]] = []
         #: Parameters whose states the program has given up since their last step, and the rules that they begin with.
         self._reset: list[tuple[Home, Rule]] = []
-        #: What the backward pass has updated.
+        #: Parameters that the backward pass has updated.
         self._ahead: list[OnModel] = []
         for group, parameter in with_gradient:
             home = homes.of(parameter)
@@ -93,7 +93,7 @@ class Step:
         return bool(self._parts or self._ahead)
 
     def left_out(self) -> bool:
-        """Whether the policy leaves the step out. Raises MemascendError if the policy is to raise."""
+        """Return whether the policy leaves the step out. Raises MemascendError if the policy is to raise."""
         if self._nonfinite == "propagate":
             return False
         home = next((part.home for part in self._parts if part.home.gradient_stats()[1]), None)
@@ -149,7 +149,7 @@ class Step:
             schedule.first.append(find_factors)
 
     def carry_out(self, schedule: Schedule) -> None:
-        """Take the step: defer the updates of offloaded models, and run those of ordinary parameters."""
+        """Take the step: defer updates of offloaded models, and run updates of ordinary parameters."""
         if schedule.first:
             with (
                 span("find factors"),

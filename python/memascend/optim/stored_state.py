@@ -1,4 +1,4 @@
-"""What `Optimizer.state` has for a parameter whose states are on a store: numbers, and no tensors."""
+"""The entry of `Optimizer.state` for a parameter whose states are on a store: numbers, and no tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from memascend.errors import MemascendError
 
-#: What an entry may have: the number of steps, and what APOLLO's limiter compares the next norm with.
+#: The keys of an entry: the number of steps, and the norm with which APOLLO's limiter compares the next one.
 NUMBERS = frozenset({"step", "norm"})
 
 

@@ -1,5 +1,11 @@
 """Which units are in memory, which are on their way, and which give up their buffer.
 
+`host.Streamer` begins and ends the uses of units. Its parts, in the order of a unit's way: `order` predicts the uses,
+`prefetch` fetches ahead, `demand` says which buffer is needed last, `cache` has the buffers of host memory and fetches
+into them, `device_cache` copies units to a device, and `shares` completes them over ranks. `deferred` and `in_backward`
+hand updates to units, `writes` takes writes of the program, and `table_reads`, `table_copies` and `blocks` read tables
+piece by piece.
+
 A use of a unit, in host memory or on a device, ends with the last storage over its buffer. The block of a table is the
 exception: its tensor is emptied when the next block is asked for, or the reader fails, so that the traceback of an
 error holds no buffer.
@@ -14,13 +20,13 @@ finds no buffer waits for the oldest copy. Nothing else in a pass waits for the 
 beyond their line of the plan.
 
 Another budget of device memory means other buffers: between two passes all are given back, PyTorch's cache is emptied
-and those of the new plan are reserved. Before that the host waits for the copies and the computation that use them,
+and the new plan's are reserved. Before that the host waits for the copies and the computation that use them,
 because PyTorch orders the memory's next use after its own stream only. CUDA's virtual memory functions would give
 nothing but the copies of one pass: no address outlives a pass, except in tensors of the program, for which the change
 is refused.
 
-Over ranks, what is fetched ahead is a rank's own affair, since it depends on drives, budgets and when a read ends. So
-the shares of the other ranks are gathered when a use begins, even if the buffer still has them from an earlier use, and
+Over ranks, each rank fetches ahead for itself, since that depends on drives, budgets and when a read ends. So the
+shares of the other ranks are gathered when a use begins, even if the buffer still has them from an earlier use, and
 the order of collectives is the program's. A unit in use, and the last one used, stay complete; the latter until a step
 or a flush, which may need its buffer on one rank and not on another.
 

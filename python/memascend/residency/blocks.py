@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import CudaEvent, LeaseBuffer, Ticket
     from memascend.layout.units import Place, Unit
-    from memascend.residency.host import Streamer
+    from memascend.residency.table_reads import TableReads
 
 #: Blocks that are read ahead of the one that is asked for.
 READ_AHEAD = 2
@@ -33,12 +33,12 @@ class _Read(NamedTuple):
 class BlockReader:
     """One read of a table, block by block. An update of the table that is under way is followed block by block."""
 
-    def __init__(self, streamer: Streamer, place: Place) -> None:
+    def __init__(self, reads: TableReads, place: Place) -> None:
         """Begin to read the table at `place` with the first `take`."""
-        self._streamer, self._place = streamer, place
+        self._reads, self._place = reads, place
         self._height = place.blocks.height
         self.row_bytes = place.shape[1] * place.dtype.itemsize
-        self._update = streamer.use_table(place.tensor.unit)
+        self._update = reads.use_table(place.tensor.unit)
         self._unread = deque(place.blocks)
         self._coming: deque[_Read] = deque()
         #: A buffer for the next read. No local variable refers to it: the traceback of an error would hold it.
@@ -63,7 +63,7 @@ class BlockReader:
         return len(self._unread) + len(self._coming)
 
     def is_ready(self) -> bool:
-        """Whether `take` returns a block at once. Starts the reads for which there are buffers."""
+        """Start the reads for which there are buffers, and return whether `take` returns a block at once."""
         self._read_ahead()
         return bool(self._coming) and self._coming[0].ticket.is_ready()
 
@@ -75,10 +75,10 @@ class BlockReader:
         self._read_ahead()
         if not self._coming:
             self._wait_updated()
-            self._free.append(self._streamer.lease_block())
+            self._free.append(self._reads.lease_block())
             self._read()
             self._read_ahead()
-        with self._streamer.timeline.waiting("ssd_read"):
+        with self._reads.timeline.waiting("ssd_read"):
             self._coming[0].ticket.wait()
         first, count, lease, _ = self._coming.popleft()
         return first, count, lease
@@ -87,7 +87,7 @@ class BlockReader:
         while self._unread and len(self._coming) < READ_AHEAD:
             if self._update is not None and not self._update.is_group_ready(self._group):
                 return
-            self._free += self._streamer.spare_blocks()
+            self._free += self._reads.spare_blocks()
             if not self._free:
                 return
             self._read()
@@ -99,7 +99,7 @@ class BlockReader:
 
     def _wait_updated(self) -> None:
         if self._update is not None and not self._update.is_group_ready(self._group):
-            with self._streamer.timeline.waiting("cpu_update"):
+            with self._reads.timeline.waiting("cpu_update"):
                 self._update.wait_group(self._group)
 
     def _read(self) -> None:
@@ -108,7 +108,7 @@ class BlockReader:
         (tensor_id, _, nbytes) = unit.weights[0]
         length = min(round_up(count * row_bytes, PAGE_BYTES), nbytes - first * row_bytes)
         part = unit.index, tensor_id, first * row_bytes, length
-        ticket = self._streamer.runtime.read_part(*part, self._free[0], self._update is not None)
+        ticket = self._reads.runtime.read_part(*part, self._free[0], self._update is not None)
         self._coming.append(_Read(first, count, self._free.pop(), ticket))
 
 
@@ -120,7 +120,7 @@ class BlockSource(Protocol):
         """Blocks that were not copied yet."""
 
     def is_ready(self) -> bool:
-        """Whether the next block can be copied without a wait for the store."""
+        """Return whether the next block can be copied without a wait for the store."""
 
     def upload(self, target: int, after: Sequence[CudaEvent]) -> tuple[int, int, CudaEvent]:
         """Have the device copy the next block to address `target`, after some events.
@@ -129,7 +129,7 @@ class BlockSource(Protocol):
         """
 
     def close(self) -> None:
-        """Give up what is under way in host memory."""
+        """Give up the reads under way."""
 
 
 class HostedBlocks:
@@ -146,7 +146,7 @@ class HostedBlocks:
         return len(self._uncopied)
 
     def is_ready(self) -> bool:
-        """Whether the next block can be copied."""
+        """Return whether the next block can be copied."""
         return True
 
     def upload(self, target: int, after: Sequence[CudaEvent]) -> tuple[int, int, CudaEvent]:
@@ -166,7 +166,7 @@ class ReadBlocks:
     def __init__(
         self, reader: BlockReader, upload: Callable[[LeaseBuffer, int, int, Sequence[CudaEvent]], CudaEvent]
     ) -> None:
-        """Take what `reader` reads. `upload` has so many bytes of a buffer copied, which is free afterwards."""
+        """Take the blocks of `reader`. `upload` has so many bytes of a buffer copied, which is free afterwards."""
         self._reader, self._upload = reader, upload
 
     @property
@@ -175,7 +175,7 @@ class ReadBlocks:
         return self._reader.left
 
     def is_ready(self) -> bool:
-        """Whether the next block was read."""
+        """Return whether the next block was read."""
         return self._reader.is_ready()
 
     def upload(self, target: int, after: Sequence[CudaEvent]) -> tuple[int, int, CudaEvent]:

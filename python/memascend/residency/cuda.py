@@ -45,8 +45,8 @@ class Buffer:
 class Occupancy:
     """One use of a buffer: the storage of its tensors holds this object, so the use ends with the last of them.
 
-    A buffer is given to another unit only after its last tensor is gone. The copy of the other unit waits for what was
-    computed until then, and for nothing later.
+    A buffer is given to another unit only after its last tensor is gone. The copy of the other unit waits for the
+    computation until then, and for nothing later.
     """
 
     def __init__(self, pool: DevicePool, buffer: Buffer) -> None:
@@ -72,7 +72,7 @@ class DevicePool:
     """The buffers of one device plan: reserved once, and given back all together."""
 
     def __init__(self, device: ComputeDevice, plan: DevicePlan) -> None:
-        """Have no buffers yet; `reserve` makes those of `plan`."""
+        """Have no buffers yet; `reserve` makes the buffers of `plan`."""
         self.device = device
         self.plan = plan
         #: Whether the link that records events is gone.

@@ -1,7 +1,7 @@
 """The rule of residency: which unit comes next, and which one gives up its buffer for another.
 
-The order in which one pass used its units predicts the next pass of the same kind. The prediction says what to fetch
-ahead, and which unit to evict: the one whose next use is farthest away (Belady 1966).
+The order in which one pass used its units predicts the next pass of the same kind. The prediction says which unit
+to fetch ahead, and which one to evict: the one whose next use is farthest away (Belady 1966).
 
 Everything here is pure. The streamers of host memory and of a device follow this rule with real buffers, and the
 forecast of traffic follows it with counted ones.
@@ -36,7 +36,7 @@ class UseOrder(Generic[Unit]):
         self._follow(())
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a pass of this kind (not None); what the pass before used predicts the next one of its own kind."""
+        """Begin a pass of this kind (not None); the uses of the pass before predict the next pass of its kind."""
         self._remember()
         self._kind = kind
         self._follow(self._predictions[kind])
@@ -94,10 +94,10 @@ class UseOrder(Generic[Unit]):
         return ((number, self._expected[number]) for number in range(self._position, end))
 
     def prefetch(self, count: int, is_there: Callable[[Unit], bool], fetch: Callable[[Unit, int], bool]) -> None:
-        """Fetch what the next `count` uses need and is not there, the first use first.
+        """Fetch the units of the next `count` uses that are not there, the first use first.
 
         `fetch` gets a unit and the number of its use, and returns whether a buffer was found. The first unit without a
-        buffer ends the prefetch: buffers are for what is used first.
+        buffer ends the prefetch: buffers are for the units that are used first.
         """
         for number, unit in self.upcoming(count):
             if not is_there(unit) and not fetch(unit, number):

@@ -20,7 +20,7 @@ def share_room(plan: Plan, tensors: Iterable[StoreTensor]) -> None:
 
 
 def stay_whole(tensors: Iterable[StoreTensor]) -> bool:
-    """Whether every state stays in memory, so that updates read none."""
+    """Return whether every state stays in memory, so that updates read none."""
     return all(tensor.kept_elements >= tensor.numel for tensor in tensors if tensor.planes)
 
 

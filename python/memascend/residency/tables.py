@@ -29,7 +29,7 @@ class OffloadedTable:
         self.dtype = place.dtype
         self.device = CPU
         self.block_rows = place.blocks.height
-        self._streamer, self._place = streamer, place
+        self._streamer, self._reads, self._place = streamer, streamer.tables, place
 
     @property
     def version(self) -> int:
@@ -39,16 +39,16 @@ class OffloadedTable:
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""
-        streamer, place = self._streamer, self._place
-        if streamer.is_streamed(place.tensor.unit):
+        place = self._place
+        if self._reads.is_streamed(place.tensor.unit):
             yield from self._read_blocks()
             return
-        values = place.view(streamer.read(place.tensor.unit))
+        values = place.view(self._streamer.read(place.tensor.unit))
         for first, count in place.blocks:
             yield first, values[first : first + count]
 
     def _read_blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        with BlockReader(self._streamer, self._place) as reader:
+        with BlockReader(self._reads, self._place) as reader:
             while reader.left:
                 first, count, lease = reader.take()
                 block = self._view(lease, count)
@@ -68,22 +68,22 @@ class OffloadedTable:
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows of sorted, unique indices, (n,) of int64, as a new tensor: (n, width)."""
-        streamer, place = self._streamer, self._place
-        if not streamer.is_streamed(place.tensor.unit):
-            return place.view(streamer.read(place.tensor.unit)).index_select(0, indices)
-        streamer.use_table(place.tensor.unit)
-        streamer.finish_update(place.tensor.unit)
+        reads, place = self._reads, self._place
+        if not reads.is_streamed(place.tensor.unit):
+            return place.view(self._streamer.read(place.tensor.unit)).index_select(0, indices)
+        reads.use_table(place.tensor.unit)
+        reads.finish_update(place.tensor.unit)
         rows = torch.empty(len(indices), self.width, dtype=self.dtype)
         self._read_rows(indices, rows.data_ptr())
         return rows
 
     def _read_rows(self, indices: torch.Tensor, target: int) -> None:
         """Read rows from the store, one behind another, to address `target` of host memory."""
-        streamer, place = self._streamer, self._place
+        reads, place = self._reads, self._place
         (tensor_id, _, _) = place.tensor.unit.weights[0]
         # The update of a table that is trained reads all of it, and compares it before the step is committed.
         with as_held():
             trained = place.parameter.requires_grad and place.owner is not None and place.owner() is not None
         row_bytes = self.width * self.dtype.itemsize
-        with span(f"rows of {place.name}"), streamer.timeline.waiting("ssd_read"):
-            streamer.runtime.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)
+        with span(f"rows of {place.name}"), reads.timeline.waiting("ssd_read"):
+            reads.runtime.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)

@@ -40,7 +40,7 @@ class DeviceTable(OffloadedTable):
         """Copy from the table at `place` through `streamer`."""
         super().__init__(streamer, place)
         self.device = place.absent.device
-        self._there = streamer
+        self._there = streamer.memory
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""
@@ -48,18 +48,18 @@ class DeviceTable(OffloadedTable):
         if not self._there.has_buffer(place.tensor.unit):
             yield from self._copy_blocks()
             return
-        values = place.view(self._there.storage(place.tensor.unit))
+        values = place.view(self._streamer.storage(place.tensor.unit))
         for first, count in place.blocks:
             yield first, values[first : first + count]
 
     def _copy_blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        streamer, pool = self._there, self._there.pool
-        source = streamer.blocks_of(self._place)
+        there, pool = self._there, self._there.pool
+        source = there.copies.blocks_of(self._place)
         arriving: deque[_Arriving] = deque()
         try:
             while source.left or arriving:
                 if not arriving:
-                    arriving.append(self._copy(source, streamer.table_buffer()))
+                    arriving.append(self._copy(source, there.table_buffer()))
                 first, count, buffer = arriving.popleft()
                 block = self._values(buffer, count)
                 # The next block is copied while this one is computed with.
@@ -75,47 +75,46 @@ class DeviceTable(OffloadedTable):
             source.close()
 
     def _copy(self, source: BlockSource, buffer: Buffer) -> _Arriving:
-        """Have the device copy the next block into a buffer, after the last use of what is there."""
+        """Have the device copy the next block into a buffer, after the last use of its contents."""
         first, count, buffer.arrived = source.upload(buffer.address, list(buffer.last_uses.values()))
         buffer.is_coming = True
         return _Arriving(first, count, buffer)
 
     def _values(self, buffer: Buffer, count: int) -> torch.Tensor:
         """Begin to use a block: (count, width)."""
-        streamer = self._there
         assert buffer.arrived is not None
-        streamer.device.wait(buffer.arrived)
+        self._there.device.wait(buffer.arrived)
         buffer.is_coming = False
         with torch.inference_mode(False):
-            there = streamer.pool.use(buffer)
-            # No view, which would hold `there`.
+            copied = self._there.pool.use(buffer)
+            # No view, which would hold `copied`.
             shape, stride = (count, self.width), (self.width, 1)
-            return torch.empty(0, dtype=self.dtype, device=self.device).set_(there.untyped_storage(), 0, shape, stride)
+            return torch.empty(0, dtype=self.dtype, device=self.device).set_(copied.untyped_storage(), 0, shape, stride)
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows of sorted, unique indices, (n,) of int64 on the host, as a new tensor: (n, width)."""
-        streamer, place = self._there, self._place
+        there, reads, place = self._there, self._reads, self._place
         unit = place.tensor.unit
-        if streamer.is_there(unit):
-            return place.view(streamer.storage(unit)).index_select(0, indices.to(self.device))
+        if there.is_there(unit):
+            return place.view(self._streamer.storage(unit)).index_select(0, indices.to(self.device))
         values = None
-        if streamer.is_streamed(unit):
-            streamer.use_table(unit)
-            streamer.finish_update(unit)
+        if reads.is_streamed(unit):
+            reads.use_table(unit)
+            reads.finish_update(unit)
         else:
-            values = place.view(streamer.host_table(unit))
+            values = place.view(there.copies.host_table(unit))
         rows = torch.empty(len(indices), self.width, dtype=self.dtype, device=self.device)
         # The memory may have been another tensor's.
-        after = streamer.device.record()
+        after = there.device.record()
         most = place.blocks.height
         for first in range(0, len(indices), most):
             part, target = indices[first : first + most], rows[first : first + most]
-            lease = streamer.lease_block()
+            lease = reads.lease_block()
             self._gather(values, part, lease)
-            after = streamer.upload_block(lease, target.nbytes, target.data_ptr(), [after])
+            after = there.copies.upload_block(lease, target.nbytes, target.data_ptr(), [after])
             # Only the copy holds the buffer now: the next one may be waiting for it.
             del lease
-        streamer.device.wait(after)
+        there.device.wait(after)
         return rows
 
     def _gather(self, values: torch.Tensor | None, indices: torch.Tensor, lease: LeaseBuffer) -> None:

@@ -1,4 +1,4 @@
-"""What one optimizer step does to the tensors of the store, as the native executor takes it."""
+"""The updates of one optimizer step to the tensors of the store, as the native executor takes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Segment:
-    """Elements of a tensor with the same hyper-parameters: one parameter, or what one rank's store has of it."""
+    """Elements of a tensor with the same hyper-parameters: one parameter, or one rank's share of it."""
 
     start: int
     numel: int
@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Measured:
-    """What the native side finds the factors of a matrix's channels from, once a device has measured its gradient."""
+    """The source of the factors of a matrix's channels, once a device has measured its gradient."""
 
     projection: Projection
     #: Where the device has the numbers: float32, (projection.numbers,).
@@ -53,7 +53,7 @@ class Update:
     segments: list[Segment] = field(default_factory=list)
     #: Take the gradient from the store's keeping; otherwise the segments carry addresses.
     captured: bool = True
-    #: Whether what stays in memory is written too; otherwise the next commit writes it.
+    #: Whether units that stay in memory are written too; otherwise the next commit writes them.
     write_through: bool = True
 
     @property

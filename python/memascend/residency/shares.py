@@ -1,0 +1,142 @@
+"""Values of units over ranks: a unit is fetched as this rank's shares, then completed with the others'.
+
+Each rank fetches ahead for itself: budgets and drives may differ. The shares of the other ranks come when a use of the
+unit begins, whether or not they are in the buffer from an earlier use. So the order of collectives is the order of the
+program's uses, and the same on all ranks.
+
+Each device keeps units for itself too. So before a use all ranks tell whether they have the unit there, and gather it
+unless all do. A rank whose share a step changes has it no more. Only gathered units are copied to a device: nothing is
+copied ahead, and the host, which runs ahead of the device, gathers meanwhile.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from memascend.common.graphs import in_backward
+from memascend.common.timeline import span
+from memascend.errors import MemascendError
+from memascend.layout.division import whole_range
+from memascend.residency.compute import discard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from memascend.layout.units import Place, Unit
+    from memascend.ranks.group import Ranks
+    from memascend.residency.compute import ComputeMemory
+
+
+class Values(Protocol):
+    """The whole values of units, wherever the store has their shares."""
+
+    def bring(self, unit: Unit, /) -> torch.Tensor:
+        """Return the unit's bytes (uint8) where they are wanted, fetched if need be."""
+
+    def differs(self, unit: Unit, /) -> bool:
+        """Return whether a unit that was written to may differ from the store."""
+
+    def forget_last_use(self) -> None:
+        """Keep nothing for the next use that other ranks may not have."""
+
+    def own_shares(self) -> AbstractContextManager[None]:
+        """Enclose uses of no more than this rank's store has."""
+
+    def check_writable(self, places: Sequence[Place], /) -> None:
+        """Raise MemascendError for weights that must not be written to."""
+
+
+class OwnStore:
+    """The values of units that are whole in this process's store."""
+
+    def __init__(self, memory: ComputeMemory) -> None:
+        """Bring units to `memory`."""
+        self._memory = memory
+        self.bring = memory.bring
+        self.differs = memory.differs
+
+    def forget_last_use(self) -> None:
+        """Do nothing: there are no other ranks."""
+
+    def own_shares(self) -> AbstractContextManager[None]:
+        """Enclose uses like others."""
+        return nullcontext()
+
+    def check_writable(self, places: Sequence[Place]) -> None:
+        """Raise MemascendError for a weight that is read in place from a file of the model, and have it read anew."""
+        for place in places:
+            if place.sources:
+                discard(self._memory, place.tensor.unit)
+                raise MemascendError(
+                    f"{place.name} was written to, but it is read from the model's own file (frozen='files'), which "
+                    "stays as it is: use frozen='store'"
+                )
+
+
+class ShardGatherer:
+    """The values of units that are divided over the ranks' stores."""
+
+    def __init__(self, ranks: Ranks, memory: ComputeMemory) -> None:
+        """Bring units to `memory`, with the other `ranks`."""
+        self.ranks = ranks
+        self._memory = memory
+        self._gathers = True
+        #: Called with a unit that a backward pass is about to use.
+        self.before_use: Callable[[Unit], None] = lambda unit: None
+
+    def bring(self, unit: Unit) -> torch.Tensor:
+        """Return the bytes of all ranks' shares; within `own_shares`, the bytes of this rank's alone."""
+        memory = self._memory
+        if not self._gathers:
+            return memory.hosted(unit)
+        if memory.to_host:
+            self._gather(unit)
+            return memory.hosted(unit)
+        if in_backward():
+            self.before_use(unit)
+        if unit not in memory.whole:
+            self.forget_last_use()
+            memory.complete(unit, self.ranks, partial(self._gather, unit))
+            memory.whole.add(unit)
+        return memory.use(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        """Complete the unit's bytes in host memory."""
+        storage = self._memory.hosted(unit)
+        self._memory.cache.uploads.wait(unit)
+        with span(f"gather {unit.name}"):
+            ranges = (whole_range(tensor) for tensor in unit.tensors)
+            self.ranks.gather(f"gather {unit.name}", [storage[begin : begin + nbytes] for begin, nbytes in ranges])
+
+    def differs(self, unit: Unit) -> bool:
+        """Return True: a rank's store has checksums of its own share alone."""
+        return True
+
+    def forget_last_use(self) -> None:
+        """Have the next use of each unit gather it, unless it is in use."""
+        residencies = self._memory.cache.residencies
+        self._memory.whole.difference_update([unit for unit in self._memory.whole if not residencies[unit].users])
+
+    @contextmanager
+    def own_shares(self) -> Iterator[None]:
+        """Enclose uses of this rank's shares alone."""
+        self.forget_last_use()  # Its buffer may be the only one.
+        self._gathers = False
+        try:
+            yield
+        finally:
+            self._gathers = True
+
+    def check_writable(self, places: Sequence[Place]) -> None:
+        """Raise MemascendError: the other ranks would not have what one writes."""
+        unit = places[0].tensor.unit
+        discard(self._memory, unit)
+        raise MemascendError(
+            f"{places[0].name} was written to, but its values are divided over {self.ranks.size} ranks: write to "
+            "weights before memascend.offload"
+        )

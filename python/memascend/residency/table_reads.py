@@ -1,0 +1,104 @@
+"""Tables on the store: by blocks and rows where they have no buffer, and as a whole beyond the budget."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from memascend.common.sizes import format_size
+from memascend.residency.cache import NoBufferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memascend._memascend import LeaseBuffer, Ticket
+    from memascend.common.turns import Turns
+    from memascend.layout.units import Unit
+    from memascend.residency.cache import WeightCache
+    from memascend.residency.order import UseOrder
+
+_log = logging.getLogger("memascend")
+
+
+class TableReads:
+    """Prepares the reads of tables, and provides the buffers of their blocks."""
+
+    def __init__(
+        self,
+        cache: WeightCache,
+        prefetch: Callable[[], None],
+        *,
+        order: UseOrder[Unit],
+        turns: Turns,
+        block_bytes: int,
+    ) -> None:
+        """Read the tables of `cache` by blocks of `block_bytes`; `prefetch` fetches ahead by `order`."""
+        self.runtime = cache.runtime
+        self.timeline = cache.timeline
+        self._cache = cache
+        self._order = order
+        self.prefetch = prefetch
+        self._turns = turns
+        self.block_bytes = block_bytes
+        #: Tables that a warning has named.
+        self.named: set[Unit] = set()
+
+    def is_streamed(self, unit: Unit) -> bool:
+        """Return whether a unit is a table for which there is no buffer: it is read by blocks and by rows."""
+        return unit in self._cache.streamed
+
+    def use_table(self, unit: Unit) -> Ticket | None:
+        """Begin the deferred update of a table that is about to be read by blocks, and prefetch other units.
+
+        Returns the update under way, whose groups are the table's blocks; None if the table is up to date.
+        """
+        with self._turns.take("the use of a table"):
+            return self._begin(unit)
+
+    def _begin(self, unit: Unit) -> Ticket | None:
+        self._order.record(unit)
+        cache, residency = self._cache, self._cache.residencies[unit]
+        cache.write_back(residency)
+        if residency.updates:
+            cache.fetch(unit, None)
+        self.prefetch()
+        ticket = residency.ticket
+        if ticket is not None and not ticket.groups:
+            cache.settle(residency)
+            ticket = None
+        if ticket is None:
+            cache.wait_written(unit)
+        return ticket
+
+    def finish_update(self, unit: Unit) -> None:
+        """Wait for the end of a table's update that is under way."""
+        residency = self._cache.residencies[unit]
+        if residency.ticket is not None:
+            self._cache.settle(residency)
+        self._cache.wait_written(unit)
+
+    def spare_blocks(self) -> list[LeaseBuffer]:
+        """Return a buffer for a block of a table, in a list, which is empty if none is free."""
+        lease = self.runtime.lease_unit(self.block_bytes)
+        return [] if lease is None else [lease]
+
+    def lease_block(self) -> LeaseBuffer:
+        """Return a buffer for a block of a table, if need be after the oldest copy out of one to a device.
+
+        Raises NoBufferError if all are in use: other tables are being read.
+        """
+        while not (leases := self.spare_blocks()):
+            if not self._cache.uploads.wait_oldest(self.block_bytes):
+                raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
+        return leases[0]
+
+    def name_whole(self, unit: Unit) -> None:
+        """Warn the first time that a table without a buffer is in use as a whole, beyond the budget."""
+        if unit not in self.named:
+            self.named.add(unit)
+            _log.warning(
+                "%s is used as a whole: this takes %s beyond the budget for as long as it is in use; lookups and the "
+                "loss read it by blocks (fused_loss=False plans memory for the whole)",
+                unit.name,
+                format_size(unit.nbytes),
+            )
