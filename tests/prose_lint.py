@@ -46,8 +46,10 @@ HOLDING = (
     "python/memascend/report",
     "python/memascend/residency",
     "python/memascend/vocabulary",
+    "tests/durable",
     "tests/formats",
     "tests/kernels",
+    "tests/offloading",
     "tests/plan",
     "tests/report",
 )

@@ -30,7 +30,7 @@ PATIENCE = 120
 
 
 def loop(_pipe: Any, room: Path, durability: str) -> None:
-    """A loop of a program's own, which goes on where it was, with a checkpoint of its half."""
+    """Run a loop of a program's own, which goes on where it was, with a checkpoint of its half."""
     store, result = room / "store", room / "result"
     options: dict[str, Any] = {"durability": durability, "keep_store": True}
     if memascend.can_resume(store):
@@ -46,7 +46,7 @@ def loop(_pipe: Any, room: Path, durability: str) -> None:
 
 
 def nothing(_pipe: Any) -> None:
-    """What the first process does."""
+    """Do nothing in the first process."""
 
 
 @pytest.mark.parametrize("durability", ["step", pytest.param("every:3", marks=pytest.mark.soak)])

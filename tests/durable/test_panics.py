@@ -25,19 +25,19 @@ NOWHERE = 1 << 40
 
 
 def in_a_call(runtime: Any) -> None:
-    """With a lock held, which is poisoned by it."""
+    """Panic with a lock held, which is poisoned by it."""
     runtime.wait_unit(NOWHERE)
 
 
 def in_a_thread(runtime: Any) -> None:
-    """In the thread that reads units: their buffer is too short."""
+    """Panic in the thread that reads units: their buffer is too short."""
     name = runtime.tensor_names()[0]
     lease = runtime.lease_outside(4096)
     runtime.fetch(runtime.add_unit(), [(runtime.find_tensor(name), NOWHERE, 4096)], lease, []).wait()
 
 
 def in_a_value(runtime: Any) -> None:
-    """In a function that cannot fail otherwise."""
+    """Panic in a function that cannot fail otherwise."""
     runtime.fetch(runtime.add_unit(), [], None, []).is_group_ready(0)
 
 
@@ -82,7 +82,7 @@ def test_a_commit_of_what_a_panic_has_ended_is_none(tmp_path: Path) -> None:
     lease, name = runtime.lease_outside(4096), runtime.tensor_names()[0]
     ticket = runtime.fetch(runtime.add_unit(), [(runtime.find_tensor(name), NOWHERE, 4096)], lease, [])
     with pytest.raises(DefectError, match="memascend-executor"):
-        # Refused where the thread has ended already, else by what waits for the ticket.
+        # Refused where the thread has ended already, else by the wait for the ticket.
         runtime.commit("{}", [ticket]).wait()
     assert runtime.generation == before
     with pytest.raises(DefectError):

@@ -45,8 +45,8 @@ WAYS: dict[Phase, list[Event]] = {
     COMMITTING: [Event.STEP, Event.RECORD, Event.START],
 }
 
-#: What follows each phase at each event, once more: IDLE, WRITTEN, STEPPED, PARTIAL, OWED, DUE, COMMITTING. None is an
-#: error.
+#: The phase that follows each phase at each event, once more: IDLE, WRITTEN, STEPPED, PARTIAL, OWED, DUE, COMMITTING.
+#: None is an error.
 EXPECTED: dict[Event, list[Phase | None]] = {
     Event.WRITE: [WRITTEN, WRITTEN, STEPPED, OWED, OWED, None, None],
     Event.STEP: [STEPPED, STEPPED, STEPPED, OWED, OWED, None, None],

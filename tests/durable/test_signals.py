@@ -1,4 +1,4 @@
-"""Exceptions of signals' handlers anywhere in a step: what is committed is a whole step, with the bits of memory."""
+"""Exceptions of signals' handlers anywhere in a step: each commit is a whole step, with the bits of memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINES = 4
 
 
 class Alarm(Exception):
-    """What the handler raises, as those of pytest-timeout and of batch systems' scripts do."""
+    """An exception of a signal's handler, as pytest-timeout and scripts of batch systems raise."""
 
 
 @pytest.fixture

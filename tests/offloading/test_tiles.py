@@ -235,7 +235,7 @@ def test_tokens_that_have_no_gradient_have_zeros() -> None:
     assert whole.gradient is None
     whole.put(torch.ones(1, 2, 4), 2, 4)
     assert whole.gradient is not None
-    whole.gradient[1, 1:] = 7  # what the memory held
+    whole.gradient[1, 1:] = 7  # the former contents of the memory
     whole.put(None, 4, 6)
     assert whole.gradient.flatten(0, 1)[:, 0].tolist() == [0, 0, 1, 1, 0, 0]
 
@@ -467,7 +467,7 @@ def test_a_part_that_writes_to_its_input_at_times_is_refused(offloaded: Offload)
             return super().forward(x.mul_(0.5) if x.abs().max() > 50 else x)
 
     model = offloaded(Layers(Residual(Jittered()), Residual(Jittered())), tile_tokens=30)
-    with pytest.raises(memascend.MemascendError, match=r"Jittered changes what it is given in place.*tile_tokens"):
+    with pytest.raises(memascend.MemascendError, match=r"Jittered changes its inputs in place.*tile_tokens"):
         model(torch.randn(2, 150, 64) * 100)
 
 
@@ -494,7 +494,7 @@ def test_parts_of_one_class_may_differ(offloaded: Offload) -> None:
 
 
 class Conditioned(Part):
-    """Computes with what its layer has computed for it."""
+    """Computes with a result of its layer."""
 
     scale: torch.Tensor
 

@@ -376,8 +376,8 @@ class GradientCapture:
         if not tensor.trained:
             raise MemascendError(
                 f"{tensor.places[0].name} was frozen when the model was offloaded, so that the plan of host memory "
-                "holds no room for its gradient: leave what will train trainable while the model is opened, and freeze "
-                "it after that (requires_grad_(False)) until it trains"
+                "holds no room for its gradient: have it trainable when the model is opened, and freeze it "
+                "after that (requires_grad_(False)) until it trains"
             )
         dtype, kept = DTYPE_NAMES[tensor.dtype], DTYPE_NAMES[tensor.gradient_dtype]
         if tensor.packed:

@@ -135,7 +135,7 @@ class _WatchedParameters(dict):
             "a module of an offloaded model cannot be copied: its parameters are on SSD. For an average of the weights "
             "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload: "
             "average.update_parameters(model) then reads the weights, and the average is whole in memory. Or average "
-            "what memascend.save_checkpoint and memascend export give. For adapters that copy modules (PEFT's "
+            "the files of memascend.save_checkpoint and memascend export. For adapters that copy modules (PEFT's "
             "modules_to_save) add them before memascend.offload"
         )
 
@@ -340,7 +340,7 @@ class Hooks:
         self._said_uncompiled = True
         if not any(is_compiled(module) for module in model.modules() if module is not model):
             warn_of(
-                "torch.compile of an offloaded model, or of what calls it, does not compile its layers, whose weights "
+                "torch.compile of an offloaded model, or of its caller, does not compile its layers, whose weights "
                 f"come and go between graphs. Compile each by itself: for layer in {self._layers}: layer.compile()"
             )
 

@@ -268,7 +268,7 @@ class _Tiles:
                 del leaves, leaf
         if versions != [version_of(tensor) for tensor in tensors]:
             raise MemascendError(
-                f"{type(self._module).__name__} changes what it is given in place, so that it cannot run on tiles of "
+                f"{type(self._module).__name__} changes its inputs in place, so that it cannot run on tiles of "
                 "the sequence: leave tile_tokens out"
             )
         return tuple(joined)
@@ -311,8 +311,8 @@ class _Tiles:
         """Raise MemascendError where tensors that gradients would reach are not among the part's `own`."""
         if leaves_of(leaves) - {id(tensor) for tensor in own}:
             raise MemascendError(
-                f"{type(self._module).__name__} computes with trained weights that are neither its own nor what it is "
-                "called with, and they would get no gradient where it runs on tiles of the sequence: leave tile_tokens "
+                f"{type(self._module).__name__} computes with trained weights that are neither its own nor its "
+                "inputs, and they would get no gradient where it runs on tiles of the sequence: leave tile_tokens "
                 "out"
             )
 
