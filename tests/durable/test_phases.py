@@ -177,3 +177,50 @@ def test_a_run_goes_round_the_phases(tmp_path: Path) -> None:
         assert phases.phase is IDLE
     finally:
         memascend.close(model)
+
+
+class Failing:
+    """A runtime whose first commit fails once it is waited for."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime, self._fails = runtime, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def commit(self, record: str, tickets: list[Any]) -> Any:
+        commit = self._runtime.commit(record, tickets)
+        fails, self._fails = self._fails, False
+        return FailedCommit(commit) if fails else commit
+
+
+class FailedCommit:
+    """A commit that is reported as failed."""
+
+    def __init__(self, commit: Any) -> None:
+        self._commit = commit
+
+    def wait(self) -> None:
+        self._commit.wait()
+        raise memascend.StoreError(None, "the drive has failed")
+
+
+def test_a_commit_before_the_scheduler_is_made_good_after_a_second_try_too(tmp_path: Path) -> None:
+    model = memascend.offload(build("plain"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    generations = memascend.offload_of(model).generations
+    generations._runtime = Failing(generations._runtime)  # type: ignore[assignment]
+    seen: list[Phase] = []
+
+    def at(_step: int, moment: str) -> None:
+        if moment == "step":
+            with pytest.raises(memascend.StoreError, match="has failed"):
+                memascend.flush(model)
+            seen.append(generations._phases.phase)
+            memascend.flush(model)
+            seen.append(generations._phases.phase)
+
+    try:
+        Run(model, "plain", at=at).go(1)
+        assert seen == [DUE, PARTIAL]
+    finally:
+        memascend.close(model)
