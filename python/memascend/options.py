@@ -29,9 +29,12 @@ Gradients = Literal["auto", "bfloat16"]
 #: When tensors that move alone are updated: on the way into the next forward pass, or in the backward pass as soon as
 #: their gradient is made.
 Update = Literal["forward", "backward"]
+#: How the experts of layers are read: each layer's as a whole, or frozen ones one by one.
+Experts = Literal["whole", "pieces"]
 POLICIES: tuple[Activations, ...] = get_args(Activations)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 UPDATES: tuple[Update, ...] = get_args(Update)
+EXPERTS: tuple[Experts, ...] = get_args(Experts)
 #: The value of `keep_store` that deletes the store of an earlier run.
 REPLACE: Literal["replace"] = "replace"
 #: The options that change bits: a resumed run goes on with the values in its record.
@@ -150,6 +153,14 @@ class OffloadOptions:
     begin, nor may options of the optimizer change between `backward()` and `step()`; each of these is refused with an
     error that says so. A gradient that the program has clipped, read or added to in the first step waits for `step()`
     as with "forward", and so do small tensors and vocabularies that are read by blocks. With nonfinite="propagate"."""
+    experts: Experts = "whole"
+    """How the experts of a mixture are read; the bits are the same either way. "whole": with their layer, which has to
+    fit in memory. "pieces": one by one, those alone that tokens were routed to, so that the least `host_memory` is set
+    by an expert and by the rest of a layer. It is for experts that are frozen when the model is offloaded (adapters on
+    other modules, generation, evaluation) and that transformers keeps fused, with `experts_implementation` "grouped_mm"
+    or "eager"; on the CPU, in one process, from the store. Memory beyond the least keeps a part of the experts. Trained
+    experts are refused. What needs all experts of a layer at once takes memory beyond the budget while it runs (reading
+    or writing the whole tensor) or is refused (adapters that are added to it later)."""
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     """"step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever stopped the
     run. This takes space for a second copy of weights and states, and no additional traffic. "every:N" makes every N-th
@@ -182,6 +193,9 @@ class OffloadOptions:
             _check_among("activations", self.activations, POLICIES)
         _check_among("gradients", self.gradients, GRADIENTS)
         _check_among("update", self.update, UPDATES)
+        _check_among("experts", self.experts, EXPERTS)
+        if self.experts == "pieces" and self.tile_tokens is not None:
+            raise ValueError("experts='pieces' and tile_tokens cannot be had together yet: leave one of them out")
         if self.activations not in (None, "recompute") and not self.recompute:
             raise ValueError(
                 f"activations={self.activations!r} is about the inputs of recomputed layers: leave recompute=True"

@@ -69,7 +69,7 @@ def _adapted(model: nn.Module, rank: int, **options: Any) -> Any:
 
 def experts_without(model: nn.Module) -> list[str]:
     """Return the names of fused experts' weights to which `add_adapters` has given no adapters."""
-    adapted = {id(module.get_param()) for module in model.modules() if hasattr(module, "get_param")}  # type: ignore[operator]
+    adapted = {id(module.get_param()) for module in _on_experts(model)}
     return [
         f"{name}.{parameter_name}"
         for name, module in model.named_modules()
@@ -94,10 +94,20 @@ def begin(settings: Settings) -> None:
         )
 
 
-def memory_bytes(model: nn.Module, rank: int) -> int:
-    """Return the bytes that adapters of a model without values take with gradients and states."""
+def memory_bytes(model: nn.Module, rank: int, on_experts: bool = True) -> int:
+    """Return the bytes that adapters of a model without values take with gradients and states.
+
+    Those on fused experts count if `on_experts`.
+    """
     adapted = _adapted(copy.deepcopy(model), rank, low_cpu_mem_usage=True)
-    return sum(p.numel() for p in adapted.parameters() if p.requires_grad) * _BYTES_PER_PARAMETER
+    left_out = set() if on_experts else {id(p) for module in _on_experts(adapted) for p in module.parameters()}
+    trained = (p for p in adapted.parameters() if p.requires_grad and id(p) not in left_out)
+    return sum(p.numel() for p in trained) * _BYTES_PER_PARAMETER
+
+
+def _on_experts(adapted: nn.Module) -> list[Any]:
+    """Return PEFT's modules around parameters."""
+    return [module for module in adapted.modules() if hasattr(module, "get_param")]
 
 
 def has_checkpoints(settings: Settings) -> bool:

@@ -14,7 +14,7 @@ from memascend.command.exits import BAD_INPUT
 from memascend.common.choices import meant, parse_held_out
 from memascend.common.sizes import AUTO, parse_size
 from memascend.common.tiles import parse_tile_tokens
-from memascend.options import GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
+from memascend.options import EXPERTS, GRADIENTS, POLICIES, UPDATES, OffloadOptions, parse_durability
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -336,6 +336,10 @@ def _add_plan(subcommands: Any) -> None:
     add("--eval", nargs="*", type=_held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)
     text = "plan LoRA adapters of this rank, as `memascend finetune` trains them"
     add("--lora-rank", type=_positive, metavar="R", help=text)
+    text = (
+        "with --lora-rank: read the experts of a mixture with their layer, or one by one (adapters elsewhere, Python)"
+    )
+    add("--experts", choices=EXPERTS, default="whole", help=text)
     text = "what will be trained on: its tokens are estimated, and the steps, hours and bytes of all are counted"
     add("--data", type=Path, nargs="+", action="extend", metavar="PATH", help=text)
     add("--epochs", type=_positive, default=1, metavar="N", help="passes over --data (default: %(default)s)")

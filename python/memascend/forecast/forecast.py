@@ -91,6 +91,7 @@ def forecast(
     ranks: int = 1,
     network: Rate | None = None,
     adapters_bytes: int | None = None,
+    experts: str = "whole",
     processor: Mapping[str, Rate] | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
@@ -101,9 +102,9 @@ def forecast(
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
     Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
     bytes per second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
-    gradients and states take so many bytes of memory. `processor` has the rates ("flops", "update") of this machine,
-    for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share` are of
-    `memascend.forecast.endurance`, what a run writes in all.
+    gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `processor` has the rates
+    ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
+    are of `memascend.forecast.endurance`, what a run writes in all.
 
     Raises:
         CheckpointError: the configuration cannot be used.
@@ -119,6 +120,8 @@ def forecast(
         raise DataError("--lora-rank is planned on the CPU alone: leave it out, or --gpu")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
+    if experts == "pieces" and adapters_bytes is None:
+        raise DataError("--experts pieces is for experts that are not trained: give --lora-rank too, or leave it out")
     if ranks > 1 and adapters_bytes is not None:
         raise DataError("--lora-rank is of a run in one process: leave it out, or --ranks")
     if ranks > 1:
@@ -127,7 +130,7 @@ def forecast(
     if adapters_bytes is not None:
         model.requires_grad_(False)
         durability = "none"  # Adapters have checkpoints of their own.
-    units = divided(model, gpu is not None, gradients, ranks)
+    units = divided(model, gpu is not None, gradients, ranks, experts)
     on_device = gpu is not None
     options: dict[str, Any] = {"update": update, "on_device": on_device, "threads": update_threads(on_device)}
     smallest = smallest_plan(units, **options)

@@ -126,7 +126,7 @@ def _leave_out_layers(model: nn.Module, units: Sequence[Unit]) -> None:
 
 def _move(model: nn.Module, units: Sequence[Unit], held: _Held, in_memory: bool) -> None:
     """Replace parameters and buffers by ones on the meta device, which are not counted."""
-    tables = {place.parameter for unit in units if unit.is_table for place in unit.places}
+    tables = {place.parameter for unit in units if unit.is_table and not unit.is_experts for place in unit.places}
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

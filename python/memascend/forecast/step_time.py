@@ -71,14 +71,15 @@ def step_flops(
     for unit in units:
         for place in unit.places:
             if len(place.shape) > 1 and place.parameter not in looked_up:
-                multiplied[unit.repeated or unit.is_head] += place.numel * (share if _EXPERTS.search(place.name) else 1)
+                again = unit.repeated or unit.is_head or unit.is_experts
+                multiplied[again] += place.numel * (share if _EXPERTS.search(place.name) else 1)
     tokens, layers = seq_len * batch_size * passes, sum(unit.repeated for unit in units)
     attention = 4 * 2 * seq_len * shape.queries * layers
-    again = 0.0
+    remade = 0.0
     if tiled:
         heads = sum(p.numel for unit in units if unit.is_head for p in unit.places)
-        again = 2 * max(0.0, multiplied[True] - heads - layers * shape.attention_weights)
-    return int(tokens * (8 * multiplied[True] + again + 6 * multiplied[False] + attention))
+        remade = 2 * max(0.0, multiplied[True] - heads - layers * shape.attention_weights)
+    return int(tokens * (8 * multiplied[True] + remade + 6 * multiplied[False] + attention))
 
 
 def step_time(amounts: Mapping[str, int], rates: Mapping[str, Rate], tokens: int) -> dict[str, Any]:

@@ -112,10 +112,16 @@ class Traffic:
         return self.read.total() + self.written.total()
 
 
-def divided(model: nn.Module, on_gpu: bool = False, gradients: str = "auto", ranks: int = 1) -> list[Unit]:
-    """Divide a model into the units of a run; over ranks, into the first rank's: all have as many bytes."""
+def divided(
+    model: nn.Module, on_gpu: bool = False, gradients: str = "auto", ranks: int = 1, experts: str = "whole"
+) -> list[Unit]:
+    """Divide a model into the units of a run; over ranks, into the first rank's: all have as many bytes.
+
+    `experts` is as in `memascend.offload`. Raises ValueError where they cannot be read so.
+    """
     # Tables are whole over ranks.
-    units = partition(model, fused_loss=None if ranks > 1 else "auto", gradients=gradients, uploaded=on_gpu)
+    fused_loss = None if ranks > 1 else "auto"
+    units = partition(model, fused_loss=fused_loss, gradients=gradients, uploaded=on_gpu, experts=experts)
     if ranks > 1:
         divide(units, 0, ranks)
     return units
@@ -277,7 +283,9 @@ def traffic(
     for number in [*chain(*found), *replay.missing(late)]:
         moved.read["weights"] += units[number].stored_nbytes
     for number in streamed:
-        moved.read["weights"] += _read_by_blocks(model, units[number], work, by_blocks[number])
+        if not units[number].is_experts:
+            moved.read["weights"] += _read_by_blocks(model, units[number], work, by_blocks[number])
+    moved.read["weights"] += _read_of_experts([unit for unit in units if unit.is_experts], plan, config, work)
     states_kept = _states_kept(units, plan, work)
     for number, unit in enumerate(units):
         if not any(tensor.trained for tensor in unit.tensors):
@@ -301,6 +309,21 @@ def traffic(
     moved.read["projections"] = spilled.projections
     moved.written["projections"] = spilled.projections * work.grad_accum
     return moved
+
+
+def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Work) -> int:
+    """Return the bytes read of experts, if tokens are sent to as many of each layer as they can reach.
+
+    The forward pass, its recomputation and the backward pass of a layer read them, each once but for those that stay.
+    """
+    text = config.get_text_config()
+    per_token = getattr(text, "num_experts_per_tok", None) or 1
+    tokens = work.layer_tokens * per_token
+    used = sum(min(place.shape[0], tokens) * place.expert_nbytes for unit in units for place in unit.places)
+    stay = min(used, sum(line.total for line in plan.experts))
+    of_layer = max((unit.nbytes for unit in units), default=0) * 2
+    passes = 2 if stay >= of_layer else 3
+    return work.grad_accum * work.slices * max(0, passes * used - 2 * stay)
 
 
 def _with_updates(

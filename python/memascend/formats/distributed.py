@@ -352,7 +352,7 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
             whole.clear()
             whole[place] = torch.empty(place.shape, dtype=place.dtype)
             reader.read_into(keys[place.parameter], whole[place])
-        target.copy_(whole[place][first_row : first_row + len(target)])
+        target.copy_(whole[place].view(-1, target.shape[-1])[first_row : first_row + len(target)])
 
     for session in sessions_of(model):
         for unit in session.units:

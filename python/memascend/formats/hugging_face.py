@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from memascend.offloading.computing import Computing
     from memascend.offloading.session import Session
-    from memascend.options import Activations, Gradients, RankLocations, Update
+    from memascend.options import Activations, Experts, Gradients, RankLocations, Update
     from memascend.ranks.group import Ranks
 
 
@@ -64,6 +64,7 @@ def from_pretrained(
     fused_loss: bool | Literal["auto"] = "auto",
     gradients: Gradients = "auto",
     update: Update = "forward",
+    experts: Experts = "whole",
     durability: str = "auto",
     keep_store: bool | Literal["replace"] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -96,7 +97,7 @@ def from_pretrained(
         host_memory: as in `memascend.offload`; None is the least that works.
         store, host_memory_max, device, device_memory, recompute: as in `memascend.offload`.
         activations, batch_tokens, micro_batch_size, tile_tokens: as in `memascend.offload`.
-        fused_loss, gradients, update: as in `memascend.offload`.
+        fused_loss, gradients, update, experts: as in `memascend.offload`.
         durability, keep_store, process_group: as in `memascend.offload`.
         options: as in `memascend.offload`; and values of the configuration that are to be others, by their names there
             (`num_labels=3`), with `attn_implementation`.
@@ -168,7 +169,9 @@ def _divide(
     model.requires_grad_(frozen is None)
     # A table is read by parts from the store only, and from one that is not divided.
     fused_loss = None if frozen == "files" or ranks is not None else computing.options.fused_loss
-    units = partition(model, computing.torch_device, fused_loss, computing.options.gradients, computing.uploads)
+    options = computing.options
+    experts = computing.experts(ranks is not None, frozen == "files")
+    units = partition(model, computing.torch_device, fused_loss, options.gradients, computing.uploads, experts)
     if frozen == "files":
         sources.locate(units, computing.options.tuning.get("direct", True))
     if ranks is not None:

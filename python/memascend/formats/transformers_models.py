@@ -1,8 +1,9 @@
 """Models of transformers without their weights, and how their checkpoints map to their parameters.
 
-The only file that uses private names of transformers: `conversion_mapping`, `core_model_loading`, and attributes of
-models that begin with an underscore. It needs transformers 5.20 or newer and is tested with 5.23. Where a later version
-lacks a module or a function, opening a model raises the ImportError that names it; attributes of models are optional.
+The only file that uses private names of transformers, but for those of fused experts (`layout.experts`):
+`conversion_mapping`, `core_model_loading`, and attributes of models that begin with an underscore. It needs
+transformers 5.20 or newer and is tested with 5.23. Where a later version lacks a module or a function, opening a model
+raises the ImportError that names it; attributes of models are optional.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from memascend.errors import CheckpointError, first_line
 from memascend.formats.json_files import read_json
+from memascend.formats.untouched import UntouchedZeros
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -147,7 +149,7 @@ def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Mo
     if build is None:
         build = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
     try:
-        with _parameters_on_meta():
+        with _parameters_on_meta(), UntouchedZeros():
             model = build(config, dtype=dtype)
             model.tie_weights()
     except ValueError as error:

@@ -267,7 +267,7 @@ class Sources:
 
     def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
         """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""
-        first = (first_row or 0) * math.prod(place.shape[1:])
+        first = first_row * place.blocks.width if first_row else 0
         self._read(place, target, first, rows_follow=first_row is not None and first + target.numel() < place.numel)
 
     def read_share(self, place: Place, target: torch.Tensor) -> None:

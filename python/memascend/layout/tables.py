@@ -106,7 +106,7 @@ def find_heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
 
 def _weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[Any, torch.Tensor]]:
     """Return the modules of a kind that are large enough to be read by blocks, and their weights."""
-    of_layers = _first_in_layers(model)
+    of_layers = first_in_layers(model)
     # A parametrized module computes `weight` when it is asked for, and may change its buffers then.
     weights = ((module, module._parameters.get("weight")) for module in model.modules() if isinstance(module, kind))
     return [
@@ -121,7 +121,7 @@ def repeats(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
 
 
-def _first_in_layers(model: nn.Module) -> set[torch.Tensor]:
+def first_in_layers(model: nn.Module) -> set[torch.Tensor]:
     """Return the parameters that are registered in a layer first, and so move with it."""
     seen: dict[torch.Tensor, bool] = {}
     visited: set[nn.Module] = set()

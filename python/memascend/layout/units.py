@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
+from memascend.layout.experts import find_experts
 from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
@@ -115,9 +116,14 @@ class Place:
 
     @property
     def blocks(self) -> Blocks:
-        """The blocks of rows of a table."""
-        rows, width = self.shape
-        return Blocks(rows, width, self.dtype.itemsize)
+        """The blocks of rows of a table; those of experts lie one behind the other."""
+        width = self.shape[-1]
+        return Blocks(self.numel // width, width, self.dtype.itemsize)
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of one of the experts that the parameter holds."""
+        return self.nbytes // self.shape[0]
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
         """Return the parameter's values, of its shape and dtype, within its unit's bytes (uint8)."""
@@ -227,6 +233,8 @@ class Unit:
     #: only. And whether its blocks and rows go on to a device.
     is_head: bool = False
     is_uploaded: bool = False
+    #: Of a table: whether it is frozen experts (experts, rows, columns), which are read one by one, and never whole.
+    is_experts: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
@@ -317,26 +325,30 @@ def partition(
     fused_loss: bool | str | None = "auto",
     gradients: str = "auto",
     uploaded: bool = False,
+    experts: str = "whole",
 ) -> list[Unit]:
     """Divide the parameters of `model`, which computes on `device`, into units, in the order of their registration.
 
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer), and so is every
     table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
     first. `fused_loss` says which tables are read by blocks (`find_tables`); None is none. `gradients` is as in
-    `memascend.offload`. `uploaded` says whether the model computes on a CUDA device.
+    `memascend.offload`. `uploaded` says whether the model computes on a CUDA device. `experts`: "pieces" makes units of
+    frozen experts that are read one by one (`find_experts`), "whole" leaves them with their layers.
 
     Raises ValueError for a dtype that cannot be trained, quantised weights among them, or whose gradients cannot be
-    stored in the dtype that is asked for.
+    stored in the dtype that is asked for, and where no experts can be read one by one.
     """
     check_not_quantised(model)
     # The layout of a store depends neither on the device nor on how the loss is computed.
-    divider = _Divider(device, find_tables(model, True))
+    pieces = find_experts(model) if experts == "pieces" else set()
+    divider = _Divider(device, find_tables(model, True), pieces)
     divider.visit(model, "")
     units = divider.finish()
     tables = find_tables(model, fused_loss) if fused_loss is not None else set()
     heads = find_heads(model, fused_loss) if fused_loss is not None else set()
     for unit in units:
-        unit.is_table = any(place.parameter in tables for place in unit.places)
+        unit.is_experts = any(place.parameter in pieces for place in unit.places)
+        unit.is_table = unit.is_experts or any(place.parameter in tables for place in unit.places)
         unit.is_head = unit.is_table and any(place.parameter in heads for place in unit.places)
         unit.is_uploaded = unit.is_table and uploaded
     _mark_held_together(model, units)
@@ -360,10 +372,12 @@ def _round_gradients(units: Sequence[Unit]) -> None:
 class _Divider:
     """Collects units while the modules of a model are visited in order."""
 
-    def __init__(self, device: torch.device, tables: Set[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, tables: Set[torch.Tensor], experts: Set[torch.Tensor]) -> None:
         self._device = device
         #: Parameters that are units by themselves.
         self._tables = tables
+        #: Parameters within layers that are units by themselves.
+        self._experts = experts
         self._units: list[Unit] = []
         #: Identities of the parameters that belong to a unit already.
         self._taken: set[int] = set()
@@ -390,7 +404,12 @@ class _Divider:
             if not layers:
                 self.visit(child, path)
             elif parameters := self._take(child, path, recurse=True):
-                self._add(Unit(path, repeated=True), child, parameters)
+                together = [(name, parameter) for name, parameter in parameters if parameter not in self._experts]
+                if together:
+                    self._add(Unit(path, repeated=True), child, together)
+                for name, parameter in parameters:
+                    if parameter in self._experts:
+                        self._add(Unit(name, repeated=False), child, [(name, parameter)])
 
     def finish(self) -> list[Unit]:
         """Return all units, the one of small modules last."""

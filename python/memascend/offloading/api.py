@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, Unit
     from memascend.offloading.computing import Computing
     from memascend.offloading.session import Session
-    from memascend.options import Activations, Gradients, RankLocations, Tuning, Update
+    from memascend.options import Activations, Experts, Gradients, RankLocations, Tuning, Update
     from memascend.ranks.group import Ranks
 
 
@@ -149,7 +149,9 @@ def _check_parameters(model: nn.Module, device: torch.device) -> None:
 def _read_parameter(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
     """Copy a parameter's values, or the rows from `first_row` on, into `target`."""
     values = place.parameter.data
-    target.copy_(values if first_row is None else values[first_row : first_row + len(target)])
+    if first_row is not None:
+        values = values.view(-1, target.shape[-1])[first_row : first_row + len(target)]
+    target.copy_(values)
 
 
 def offload(
@@ -168,6 +170,7 @@ def offload(
     fused_loss: bool | Literal["auto"] = "auto",
     gradients: Gradients = "auto",
     update: Update = "forward",
+    experts: Experts = "whole",
     durability: str = "auto",
     keep_store: bool | Literal["replace"] | None = None,
     process_group: Any = None,
@@ -196,6 +199,8 @@ def offload(
         fused_loss: compute the loss in pieces, without the whole head or logits; "auto" does so for large heads.
         gradients: the dtype that gradients are put aside in: "auto" (the weight's) or "bfloat16".
         update: when weights are updated: on the way into the next "forward" pass, or in the "backward" pass.
+        experts: how the experts of a mixture are read: "whole", with their layer, or, where they are frozen, in
+            "pieces", those alone that tokens were routed to.
         durability: which optimizer steps `memascend.resume` can go on from: "step" (every one), "every:N", "none", or
             "auto": "step" where the volumes have the space, else "none".
         keep_store: True leaves the store's files in place on `close`, False removes them always, None after a run
@@ -241,7 +246,9 @@ def _divide(model: nn.Module, computing: Computing, ranks: Ranks | None) -> list
     _check_parameters(model, computing.torch_device)
     # Tables are whole over ranks: the rows that a rank reads depend on its data.
     pieces = computing.options.fused_loss if ranks is None else None
-    units = partition(model, computing.torch_device, pieces, computing.options.gradients, computing.uploads)
+    options = computing.options
+    experts = computing.experts(ranks is not None)
+    units = partition(model, computing.torch_device, pieces, options.gradients, computing.uploads, experts)
     if ranks is not None:
         over_ranks.compare_layout(ranks, units)
         divide(units, ranks.rank, ranks.size)

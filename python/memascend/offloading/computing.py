@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Unit
     from memascend.machine.cuda import ComputeDevice
-    from memascend.options import Activations, OffloadOptions
+    from memascend.options import Activations, Experts, OffloadOptions
     from memascend.plan.device import DevicePlan
 
 _log = logging.getLogger("memascend")
@@ -70,6 +70,24 @@ class Computing:
     def uploads(self) -> bool:
         """Whether weights go on from host memory to a device."""
         return self.device is not None
+
+    def experts(self, over_ranks: bool, from_files: bool = False) -> Experts:
+        """Return how experts are read, over ranks or from the model's own files.
+
+        Raises ValueError where they cannot be read one by one.
+        """
+        experts = self.options.experts
+        for refused, where, instead in (
+            (self.uploads, "on a device", "compute on the CPU"),
+            (over_ranks, "over ranks", "use one process"),
+            (from_files, "with frozen='files'", "use frozen='store'"),
+        ):
+            if refused and experts == "pieces":
+                raise ValueError(
+                    f"experts='pieces' cannot be had yet {where}: {instead}, or leave it out, with which the experts "
+                    "are read with their layer"
+                )
+        return experts
 
     @property
     def torch_device(self) -> torch.device:

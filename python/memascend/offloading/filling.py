@@ -54,7 +54,7 @@ class Filling:
         """Write a table block by block."""
         (place,), ((tensor_id, _, _),) = unit.places, unit.weights
         lease = self._streamer.lease_block()
-        row_bytes = place.shape[1] * place.dtype.itemsize
+        row_bytes = place.blocks.width * place.dtype.itemsize
         for first, count in place.blocks:
             storage = torch.frombuffer(lease, dtype=torch.uint8)
             nbytes = round_up(count * row_bytes, PAGE_BYTES)

@@ -165,6 +165,8 @@ class Hooks:
             place.parameter: unit for unit in session.units if not unit.is_table for place in unit.places
         }
         self._tables = {place.parameter for unit in session.units if unit.is_table for place in unit.places}
+        #: Of the tables, experts that are read one by one.
+        self._experts = {place.parameter for unit in session.units if unit.is_experts for place in unit.places}
         #: Places by the address of the tensor that an absent parameter holds.
         self._absent: dict[int, Place] = {}
         self._casts = CastWeights(session.torch_device.type)
@@ -315,6 +317,12 @@ class Hooks:
                 raise MemascendError(
                     f"mode={kwargs.get('mode')!r} records CUDA graphs, for which weights must stay where they are: use "
                     "mode=None, or 'max-autotune-no-cudagraphs'"
+                )
+            if experts := [p for p in module.parameters() if p in self._experts]:
+                _, place = place_of(experts[0]) or (None, None)
+                raise MemascendError(
+                    f"{'an expert' if place is None else place.name} is read while its layer computes, which a "
+                    "compiled graph cannot do: offload the model with experts='whole' to compile its layers"
                 )
             mine = [
                 entry

@@ -28,6 +28,7 @@ from memascend.offloading.slices import Slicing
 from memascend.offloading.tiles import Tiling
 from memascend.options import parse_durability
 from memascend.residency.device import DeviceStreamer
+from memascend.residency.experts import ExpertPieces
 from memascend.residency.host import early_use
 from memascend.residency.tables import OffloadedTable
 from memascend.residency.tables_device import DeviceTable
@@ -147,6 +148,8 @@ class Session:
         self.timeline = Timeline(updating=lambda: runtime.update_seconds)
         self.streamer = make_streamer(runtime, units, plan, self.timeline, device, self.device_plan, membership)
         self.turns = self.streamer.turns
+        self.pieces = ExpertPieces(self.streamer, [line.nbytes for line in (plan.most or plan).experts])
+        self.streamer.pieces = self.pieces
         self.generations = Generations(self, runtime, self.streamer, source)
         self.streamer.before_write = self.generations.before_write
         self.streamer.on_surprise = self.generations.note_surprise
@@ -247,7 +250,8 @@ class Session:
 
         Args:
             read: called as `read(place, target)` to fill `target`, a view of the parameter's shape and dtype, and as
-                `read(place, target, first_row)` to fill `target`, (n, width), with n rows of a table.
+                `read(place, target, first_row)` to fill `target`, (n, width), with n rows of a table; rows of
+                experts count through all of them.
             progress: called as `progress(bytes_done, bytes_total)` after each unit.
         """
         Filling(self.runtime, self.streamer, self.units).fill(read, progress)

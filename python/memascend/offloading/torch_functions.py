@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
+from memascend.offloading import experts
 from memascend.offloading.addresses import ADDRESS, ANSWERS
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.places import place_of
@@ -59,8 +60,9 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _OWN[func](*args, **kwargs)
     name = getattr(func, "__name__", str(func))
     check_transforms("a parameter")
-    if func in _OF_TABLES and (result := _OF_TABLES[func](*args, **kwargs)) is not NotImplemented:
-        return result
+    for of_parts in _OF_PARTS.get(func, ()):
+        if (result := of_parts(*args, **kwargs)) is not NotImplemented:
+            return result
     stand_ins = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stand_in(leaf)}.values())
     gradients = []
     for tensor in stand_ins:
@@ -358,8 +360,19 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
     torch.autograd.backward(ends, inputs=inputs, **kwargs)
 
 
-#: Functions that read tables by blocks or rows.
-_OF_TABLES: dict[Any, Callable[..., Any]] = {F.embedding: _look_up, F.linear: _apply_head}
+#: Functions that read tables by blocks or rows, and experts one by one.
+_OF_PARTS: dict[Any, tuple[Callable[..., Any], ...]] = {
+    F.embedding: (_look_up,),
+    F.linear: (experts.linear, _apply_head),
+    torch.Tensor.__getitem__: (experts.take,),
+    **dict.fromkeys((torch.Tensor.transpose, torch.transpose), (experts.transpose,)),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), (experts.matmul,)),
+    **dict.fromkeys(
+        (getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)),
+        (experts.grouped_mm,),
+    ),
+    torch.Tensor.set_: (experts.refuse_set,),
+}
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
 #: Functions that have no meaning for values on SSD, and the text of the error.
 _REFUSED = {

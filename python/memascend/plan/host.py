@@ -15,10 +15,11 @@ size. The least plan has eight slots with any number of threads, so that it does
 large as AdamW with fp32 moments needs, since a plan is made before the optimizer is known: rules that keep more per
 element (AMSGrad) move in halves of a chunk.
 
-Tables come last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget
-has room for it after everything else. The remainder keeps optimizer states, after everything that saves more per byte:
-a byte of a gradient saves its write and its read, one of a weight two reads, one of a state a read, and a write where
-not every step is durable.
+Experts that are read one by one have two buffers of each size, and keep theirs as far as the budget has room. Tables
+come last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget has room
+for it after everything else. The remainder keeps optimizer states, after everything that saves more per byte: a byte of
+a gradient saves its write and its read, one of a weight two reads, one of a state a read, and a write where not every
+step is durable.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from memascend.machine.limits import available_memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.layout.units import StoreTensor, Unit
+    from memascend.layout.units import Place, StoreTensor, Unit
 
 #: Elements of a chunk of the update pipeline, at least and at most; a multiple of the block over
 #: which gradient statistics are summed.
@@ -76,6 +77,8 @@ REPEATED_BUFFERS = 3
 #: Buffers for blocks of tables: the one in use and the next. With a device: the one that is copied there and the next,
 #: and as many for the gradient of a block that comes back.
 BLOCK_BUFFERS = 2
+#: Buffers for experts that are read one by one, of each size: the one in use and the next.
+EXPERT_BUFFERS = 2
 #: Share of a budget that holds everything, for malloc's freed blocks.
 HEAP_BYTES = 256 * 2**20
 #: Bookkeeping of Python, autograd and Rust beside the arena, as benches/plan_accuracy.py measures it.
@@ -132,6 +135,8 @@ class Plan:
     chunk_elements: int = CHUNK_ELEMENTS_MIN
     #: Blocks of tables that are read by blocks.
     blocks: Line = field(default_factory=lambda: Line("vocabulary, by blocks", 0, 0, "in use, next"))
+    #: Experts that are read one by one, by size.
+    experts: list[Line] = field(default_factory=list)
     #: Tables that have a buffer of their own, because there is room.
     whole_tables: list[Unit] = field(default_factory=list)
     #: Units with a buffer of their own, in which their weights stay from one step to the next.
@@ -161,7 +166,7 @@ class Plan:
     @property
     def buffers(self) -> list[Line]:
         """The lines of the buffers that weights are read into."""
-        return [*self.units, *([self.blocks] if self.blocks.count else [])]
+        return [*self.units, *([self.blocks] if self.blocks.count else []), *self.experts]
 
     @property
     def lines(self) -> list[Line]:
@@ -282,8 +287,11 @@ def _plan(
     tables = [unit for unit in units if unit.is_table]
     units = [unit for unit in units if not unit.is_table]
     _add_blocks(plan, units, tables)
+    experts = _add_experts(plan, [*units, *tables])
+    tables = [table for table in tables if not table.is_experts]
     classes = classes_apart(units)
-    by_turns = classes if elastic else classes_by_turns(units, plan.blocks.nbytes)
+    parts_bytes = max([plan.blocks.nbytes, *(line.nbytes for line in plan.experts)])
+    by_turns = classes if elastic else classes_by_turns(units, parts_bytes)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
     smallest = sizes or Sizes(CHUNK_ELEMENTS_MIN, UPDATE_SLOTS)
     least = plan.total + _transfer_bytes(tensors, smallest.chunk_elements, STAGING_CHUNKS, smallest.slots)
@@ -319,10 +327,11 @@ def _plan(
         if kind.line.count >= len(kind.members):
             plan.staying += kind.members
         kind.line.note = why(kind)
+    spare = _keep_experts(plan, experts, spare)
     # Last, a table in memory saves the reads of its blocks.
     # Blocks are not needed once all tables are whole; a smaller budget would need them again. To and from a device rows
     # and gradients pass through them.
-    blocks_stay = elastic or any(table.is_uploaded for table in tables)
+    blocks_stay = elastic or bool(experts) or any(table.is_uploaded for table in tables)
     blocks = 0 if blocks_stay else plan.blocks.total
     spare += blocks
     for kind in sorted(classes_apart(tables), key=lambda kind: kind.line.nbytes):
@@ -399,6 +408,40 @@ def _add_blocks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit]) -> No
     plan.blocks.nbytes, plan.blocks.count = nbytes, BLOCK_BUFFERS
     if any(table.is_uploaded and table.tensors[0].trained for table in tables):
         plan.blocks.count, plan.blocks.note = 2 * BLOCK_BUFFERS, "in use, next; of gradients"
+
+
+def _add_experts(plan: Plan, units: Sequence[Unit]) -> list[int]:
+    """Plan the least buffers for experts that are read one by one. Returns how many there are for each line."""
+    numbers: dict[int, int] = {}
+    for place in (place for unit in units if unit.is_experts for place in unit.places):
+        nbytes = read_bytes(place)
+        numbers[nbytes] = numbers.get(nbytes, 0) + place.shape[0]
+    taken = {round_up(unit.nbytes, PAGE_BYTES) for unit in units} | {plan.blocks.nbytes}
+    for nbytes, number in sorted(numbers.items(), reverse=True):
+        while nbytes in taken:  # The pool tells buffers by their size.
+            nbytes += PAGE_BYTES
+        taken.add(nbytes)
+        plan.experts.append(Line("experts, one by one", nbytes, min(EXPERT_BUFFERS, number), "in use, next"))
+    return [number for _, number in sorted(numbers.items(), reverse=True)]
+
+
+def read_bytes(place: Place) -> int:
+    """Return the bytes of the whole pages that one expert of a parameter lies in, wherever it begins."""
+    nbytes = place.expert_nbytes
+    return nbytes if nbytes % PAGE_BYTES == 0 else round_up(nbytes, PAGE_BYTES) + PAGE_BYTES
+
+
+def _keep_experts(plan: Plan, numbers: Sequence[int], spare: int) -> int:
+    """Spend what a budget leaves on buffers in which experts stay, the same share of each size; return the rest."""
+    more = [number - line.count for number, line in zip(numbers, plan.experts, strict=True)]
+    needed = sum(line.nbytes * count for line, count in zip(plan.experts, more, strict=True))
+    share = min(1.0, max(0, spare) / needed) if needed else 0.0
+    for line, count, number in zip(plan.experts, more, numbers, strict=True):
+        extra = int(share * count)
+        line.count += extra
+        spare -= extra * line.nbytes
+        line.note = "always there" if line.count == number else f"in use, next; {line.count} of {number} stay"
+    return spare
 
 
 @dataclass(slots=True)
@@ -478,7 +521,8 @@ def make_states_plan(unit: Unit, budget: int | None, threads: int = 1) -> Plan:
 def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
     parameters = sum(len(tensor.places) for unit in units for tensor in unit.tensors)
     nbytes = BOOKKEEPING_BYTES + len(units) * BOOKKEEPING_BYTES_PER_UNIT + parameters * BOOKKEEPING_BYTES_PER_PARAMETER
-    frozen = (unit for unit in units if unit.is_table and not any(tensor.trained for tensor in unit.tensors))
+    tables = (unit for unit in units if unit.is_table and not unit.is_experts)
+    frozen = (unit for unit in tables if not any(tensor.trained for tensor in unit.tensors))
     nbytes += sum(-(-unit.nbytes // MIB) for unit in frozen) * BLOCK_SUMS_BYTES
     plan.bookkeeping = Line("bookkeeping", nbytes, 1, f"beside the arena: {len(units)} units, {parameters} parameters")
 
@@ -545,7 +589,7 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int, siz
         slot = plan.slots.total // plan.slots.count
         plan.slots.count += max(0, min(wanted, _transfers_left(plan) // slot))
     if plan.total > plan.budget:
-        raise _too_small(plan, max((tensor.dtype.itemsize for tensor in tensors), default=2))
+        raise _too_small(plan, tensors)
 
 
 def _transfers_left(plan: Plan) -> int:
@@ -565,10 +609,14 @@ def why(kind: BufferClass) -> str:
     return named.get(count, f"{count} of {members} cached") if kind.repeated else f"{count} of {members}, by turns"
 
 
-def _too_small(plan: Plan, element: int) -> BudgetError:
+def _too_small(plan: Plan, tensors: Sequence[StoreTensor]) -> BudgetError:
+    element = max((tensor.dtype.itemsize for tensor in tensors), default=2)
     smallest = plan.smallest_bytes
     overlap = f"; from {format_size(plan.overlap_bytes)} on, reading overlaps computing" if plan.overlap_bytes else ""
     knobs = []
+    frozen = (tensor for tensor in tensors if not (tensor.trained or tensor.packed or tensor.unit.is_experts))
+    if any(len(place.shape) == 3 for tensor in frozen for place in tensor.places):
+        knobs.append("frozen experts that are read one by one (experts='pieces')")
     if plan.units and element > 2:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
     if plan.units:

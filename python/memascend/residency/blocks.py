@@ -37,7 +37,7 @@ class BlockReader:
         """Begin to read the table at `place` with the first `take`."""
         self._reads, self._place = reads, place
         self._height = place.blocks.height
-        self.row_bytes = place.shape[1] * place.dtype.itemsize
+        self.row_bytes = place.blocks.width * place.dtype.itemsize
         self._update = reads.use_table(place.tensor.unit)
         self._unread = deque(place.blocks)
         self._coming: deque[_Read] = deque()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memascend._memascend import return_holes_to_system
 from memascend.common.graphs import in_backward
@@ -38,6 +38,16 @@ if TYPE_CHECKING:
     from memascend.residency.shares import Values
 
 __all__ = ["NoBufferError", "PassError", "Streamer", "early_use"]
+
+
+class Pieces(Protocol):
+    """The pieces in memory of units that are read by pieces; see `memascend.residency.experts.ExpertPieces`."""
+
+    def forget(self, unit: Unit, /) -> None:
+        """Drop the pieces of a unit, which have changed."""
+
+    def clear(self) -> None:
+        """Give up every buffer."""
 
 
 class PassError(MemascendError):
@@ -77,6 +87,8 @@ class Streamer:
         self.write_through: Callable[[], bool] = lambda: True
         #: Units used outside their module's forward; each is released at the end of the scope.
         self._loose: list[Unit] = []
+        #: The pieces in memory of units that are read by pieces.
+        self.pieces: Pieces | None = None
         #: Passes with a backward pass (True) and without (False).
         self._order = UseOrder({True: [*units, *reversed(units)], False: list(units)})
         self._order.begin(True)
@@ -98,6 +110,7 @@ class Streamer:
             self.values,
             before_write=lambda: self.before_write(),
             on_surprise=lambda unit: self.on_surprise(unit),
+            on_write=self._forget_pieces,
         )
         self.updates = DeferredUpdates(self.cache)
         self.backward_updates = BackwardUpdates(self.cache, without_buffer=self.memory.uses_copies)
@@ -129,6 +142,8 @@ class Streamer:
         for residency in self.residencies.values():
             if residency.lease is not None or residency.ticket is not None or residency.early:
                 self.discard(residency.unit)
+        if self.pieces is not None:
+            self.pieces.clear()
         self.follow(plan)
 
     # ---- passes -----------------------------------------------------------------------------------------
@@ -291,6 +306,11 @@ class Streamer:
     def discard(self, unit: Unit) -> None:
         """Give up a unit's bytes and its buffers; the next use fetches them."""
         discard(self.memory, unit)
+        self._forget_pieces(unit)
+
+    def _forget_pieces(self, unit: Unit) -> None:
+        if self.pieces is not None and unit.is_experts:
+            self.pieces.forget(unit)
 
     def confirm_early(self) -> None:
         """Record that `optimizer.step()` has followed updates of the backward pass, which frees their units for use."""
@@ -338,5 +358,7 @@ class Streamer:
 
     def release_all(self) -> None:
         """Release every buffer without users before the runtime is closed."""
+        if self.pieces is not None:
+            self.pieces.clear()
         self.cache.release_all()
         self.memory.close()

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 
+#: What reads a unit by its parts, and how memory is planned for the whole.
+_BY_BLOCKS = "lookups and the loss read it by blocks (fused_loss=False plans memory for the whole)"
+_BY_EXPERTS = "products with one expert read that alone (experts='whole' plans memory for the whole)"
+
 
 class TableReads:
     """Prepares the reads of tables, and provides the buffers of their blocks."""
@@ -70,6 +74,17 @@ class TableReads:
             cache.wait_written(unit)
         return ticket
 
+    def finish_writes(self, unit: Unit) -> None:
+        """Wait until the program's writes to a unit are on the store. This is no use that predicts others."""
+        with self._turns.take("the use of a table"):
+            self._cache.write_back(self._cache.residencies[unit])
+            self._cache.wait_written(unit)
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether the present pass uses units a second time, in the opposite order: it has a backward pass."""
+        return self._order.kind is True
+
     def finish_update(self, unit: Unit) -> None:
         """Wait for the end of a table's update that is under way."""
         residency = self._cache.residencies[unit]
@@ -97,8 +112,8 @@ class TableReads:
         if unit not in self.named:
             self.named.add(unit)
             _log.warning(
-                "%s is used as a whole: this takes %s beyond the budget for as long as it is in use; lookups and the "
-                "loss read it by blocks (fused_loss=False plans memory for the whole)",
+                "%s is used as a whole: this takes %s beyond the budget for as long as it is in use; %s",
                 unit.name,
                 format_size(unit.nbytes),
+                _BY_EXPERTS if unit.is_experts else _BY_BLOCKS,
             )

@@ -25,10 +25,11 @@ class OffloadedTable:
 
     def __init__(self, streamer: Streamer, place: Place) -> None:
         """Read the table at `place` through `streamer`."""
-        self.rows, self.width = place.shape
+        blocks = place.blocks
+        self.rows, self.width = blocks.rows, blocks.width
         self.dtype = place.dtype
         self.device = CPU
-        self.block_rows = place.blocks.height
+        self.block_rows = blocks.height
         self._streamer, self._reads, self._place = streamer, streamer.tables, place
 
     @property

@@ -22,16 +22,19 @@ class ProgramWrites:
         *,
         before_write: Callable[[], None],
         on_surprise: Callable[[Unit], None],
+        on_write: Callable[[Unit], None],
     ) -> None:
         """Watch the units in `memory`.
 
         `before_write` is called before the writes become part of the store's next generation, and `on_surprise` with a
-        unit that a module has written to, though nothing had told of it before.
+        unit that a module has written to, though nothing had told of it before. `on_write` is called with each unit that
+        was written to.
         """
         self._memory = memory
         self._values = values
         self._before_write = before_write
         self._on_surprise = on_surprise
+        self._on_write = on_write
 
     def expect(self, unit: Unit) -> None:
         """Prepare for a use by modules, which may be known to write to the unit."""
@@ -64,4 +67,5 @@ class ProgramWrites:
         if not residency.dirty:
             self._before_write()
             residency.dirty = True
+        self._on_write(unit)
         self._memory.take_back(unit)

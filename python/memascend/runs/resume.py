@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from memascend.offloading.computing import Computing
     from memascend.offloading.session import Session
     from memascend.optim.base import OffloadedOptimizer
-    from memascend.options import Activations, RankLocations, Tuning, Update
+    from memascend.options import Activations, Experts, RankLocations, Tuning, Update
 
 _log = logging.getLogger("memascend")
 
 #: The options that a session which goes back to a checkpoint is opened with again.
 _AS_OPENED = (
     *("device", "device_memory", "recompute", "activations", "batch_tokens", "micro_batch_size", "tile_tokens"),
-    *("update", "durability"),
+    *("update", "experts", "durability"),
 )
 
 
@@ -104,6 +104,7 @@ def resume(
     micro_batch_size: int | None = None,
     tile_tokens: int | str | None = None,
     update: Update = "forward",
+    experts: Experts = "whole",
     keep_store: bool | Literal["replace"] | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
     process_group: Any = None,
@@ -123,8 +124,8 @@ def resume(
         model: for a run begun with `memascend.offload`, the same module again, with any weights. Models of
             transformers need not be given.
         tag: a checkpoint to go on from, instead of the last durable step. All later steps are given up.
-        device, device_memory, activations, batch_tokens, update, durability, keep_store, options: as in
-            `memascend.offload`; may differ from before.
+        device, device_memory, activations, batch_tokens, update, experts, durability, keep_store, options: as
+            in `memascend.offload`; may differ from before.
         recompute, micro_batch_size, tile_tokens: as in `memascend.offload`. None is as before. Other micro-batches or
             tiles have other bits.
         optimizer_classes: classes by name, for optimizers that are not memascend's own.
@@ -348,7 +349,8 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
     if ranks is not None:
         _refuse_pieces(model, computing)
     fused_loss = computing.options.fused_loss if ranks is None else None
-    units = partition(model, computing.torch_device, fused_loss, computing.options.gradients, computing.uploads)
+    options, experts = computing.options, computing.experts(ranks is not None)
+    units = partition(model, computing.torch_device, fused_loss, options.gradients, computing.uploads, experts)
     if ranks is not None:
         divide(units, ranks.rank, ranks.size)
     for name, parameter in model.named_parameters():
@@ -378,17 +380,17 @@ def _first_difference(units: list[Unit], record: dict[str, Any]) -> tuple[str, s
     def shown(location: tuple[Any, ...] | None) -> str:
         if location is None:
             return "missing"
-        unit, tensor, start, shape = location
-        return f"of shape {tuple(shape)}, at {start} of {tensor} in {unit}"
+        tensor, start, shape = location
+        return f"of shape {tuple(shape)}, at {start} of {tensor}"
 
     here = {
-        place.name: (unit.name, tensor.name, place.start, list(place.shape))
+        place.name: (tensor.name, place.start, list(place.shape))
         for unit in units
         for tensor in unit.tensors
         for place in tensor.places
     }
     there = {
-        name: (unit["name"], tensor["name"], start, shape)
+        name: (tensor["name"], start, shape)
         for unit in record["units"]
         for tensor in unit["tensors"]
         for name, shape, start, _ in tensor["parameters"]

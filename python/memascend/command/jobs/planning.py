@@ -72,6 +72,7 @@ def plan(chosen: argparse.Namespace) -> int:
             ranks=chosen.ranks or 1,
             network=_network(chosen),
             adapters_bytes=_adapters_bytes(chosen, config, choice.dtype),
+            experts=chosen.experts,
             processor=_processor(chosen, choice.dtype),
         )
         if data is not None:
@@ -128,7 +129,8 @@ def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int 
     from memascend.command import adapters  # Imports transformers' Trainer.
 
     folder = chosen.model if chosen.model.is_dir() else chosen.model.parent
-    return adapters.memory_bytes(empty_model_of(config, folder, getattr(torch, dtype)), chosen.lora_rank)
+    empty = empty_model_of(config, folder, getattr(torch, dtype))
+    return adapters.memory_bytes(empty, chosen.lora_rank, on_experts=chosen.experts == "whole")
 
 
 def _processor(chosen: argparse.Namespace, dtype: str) -> dict[str, gpu.Rate] | None:

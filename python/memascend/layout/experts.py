@@ -1,0 +1,86 @@
+"""The layout of frozen experts that are read one by one: tensors of shape (experts, rows, columns) within layers.
+
+These are the fused experts of transformers, whose modules `use_experts_implementation` prepares (5.0 and later). The
+names of that interface are used here alone. A module that lacks one of them has no such experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend.layout.tables import first_in_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+#: Implementations that take the experts of a tensor one after the other. Others gather a copy for each token.
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+#: Before this version of PyTorch, transformers asks for the address of the experts, or multiplies by a function of its
+#: own.
+GROUPED_FROM = (2, 11)
+#: Smaller tensors of experts stay with their layer, in whose packs they lie.
+EXPERTS_BYTES_MIN = 64 * 1024
+
+
+def find_experts(model: nn.Module) -> set[torch.Tensor]:
+    """Return the experts of a model that can be read one by one.
+
+    Raises ValueError, with the reason, where there are none.
+    """
+    adapted, in_layers = _adapted(model), first_in_layers(model)
+    reasons: dict[str, None] = {}
+    experts = set()
+    for module, name, parameter in _fused(model):
+        if parameter.nbytes < EXPERTS_BYTES_MIN or parameter not in in_layers:
+            continue
+        reason = _reason_against(module, parameter, adapted)
+        if reason is None:
+            experts.add(parameter)
+        else:
+            reasons[f"{type(module).__name__}.{name} {reason}"] = None
+    if experts:
+        return experts
+    why = "; ".join(reasons) or "its layers have no experts that transformers keeps fused in one tensor"
+    raise ValueError(
+        f"experts='pieces' is for frozen experts, and {type(model).__name__} has none that can be read one by one: "
+        f"{why}. Leave it out, with which the experts are read with their layer"
+    )
+
+
+def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield the parameters of fused experts, with their modules and names there."""
+    for module in model.modules():
+        number = getattr(module, "num_experts", None)
+        if number is None or not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim == 3 and len(parameter) == number:
+                yield module, name, parameter
+
+
+def _reason_against(module: nn.Module, parameter: torch.Tensor, adapted: set[torch.Tensor]) -> str | None:
+    """Say why experts are not read one by one; None where they can be."""
+    if parameter.requires_grad:
+        return "is trained (requires_grad_(False) or frozen= before, with adapters elsewhere)"
+    if parameter in adapted:
+        return "has adapters, which are added to all experts at once"
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        return f"is computed by {implementation!r} (set_experts_implementation('grouped_mm') or 'eager')"
+    if implementation == "grouped_mm" and torch.torch_version.TorchVersion(torch.__version__) < GROUPED_FROM:
+        return "is computed by 'grouped_mm', for which PyTorch 2.11 is needed (set_experts_implementation('eager'))"
+    return None
+
+
+def _adapted(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters of modules that PEFT has wrapped."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return set()
+    wrapped = (module.get_base_layer() for module in model.modules() if isinstance(module, tuners.BaseTunerLayer))
+    return {parameter for module in wrapped for parameter in module.parameters(recurse=False)}

@@ -1,0 +1,159 @@
+"""Frozen experts on the store, read one by one into the buffers that the plan has for them.
+
+An expert stays in its buffer until another needs it. A pass that comes back in the opposite order (a backward pass)
+gives up the one that was used the longest time ago; a pass that goes on to its end and begins anew gives up the latest,
+so that a part of all experts stays from one pass to the next.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memascend._memascend import PAGE_BYTES
+from memascend.errors import MemascendError
+from memascend.layout.units import as_held, round_up
+from memascend.residency.host import NoBufferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from memascend._memascend import LeaseBuffer, Ticket
+    from memascend.layout.units import Place, Unit
+    from memascend.residency.host import Streamer
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One expert in a buffer, or on its way there."""
+
+    lease: LeaseBuffer
+    #: Bytes of the buffer, and the first byte of the expert in it.
+    nbytes: int
+    begin: int
+    #: The read, until its end was waited for.
+    ticket: Ticket | None
+    #: Whether it was read ahead, and waits for its use.
+    is_ahead: bool
+    is_used: bool = False
+
+
+class ExpertPieces:
+    """The experts of one session that are in memory. It implements `memascend.residency.host.Pieces`."""
+
+    def __init__(self, streamer: Streamer, buffers: Sequence[int]) -> None:
+        """Read through `streamer` into buffers of these sizes, in bytes."""
+        self._streamer = streamer
+        self._buffers = sorted(buffers)
+        #: Pieces by parameter and expert, the one that was used the longest time ago first.
+        self._pieces: dict[tuple[Place, int], _Piece] = {}
+
+    @staticmethod
+    def version(place: Place) -> int:
+        """Return a number that grows with every write to the experts of a parameter."""
+        with as_held():
+            return place.version + place.parameter._version
+
+    @contextmanager
+    def use(self, place: Place, expert: int, ahead: Iterable[int] = ()) -> Iterator[torch.Tensor]:
+        """Give the weights of an expert, (rows, columns), for as long as the context is open; nothing may keep them.
+
+        `ahead` are experts of the same parameter that follow: they are read meanwhile, as far as there are buffers.
+        Raises NoBufferError if all buffers are in use.
+        """
+        with self._streamer.turns.take("the use of experts"):
+            piece = self._bring(place, expert)
+            piece.is_used = True
+            try:
+                for following in ahead:
+                    if (place, following) not in self._pieces and not self._read(place, following, is_ahead=True):
+                        break
+                values = _values(place, piece)
+                try:
+                    yield values
+                finally:
+                    values.set_()  # type: ignore[call-overload]  # The traceback of an error may go on holding the tensor.
+            finally:
+                piece.is_used = False
+
+    def begin(self, place: Place) -> None:
+        """Note that experts of a parameter are used now, and wait for what the program has written to them."""
+        self._streamer.tables.finish_writes(place.tensor.unit)
+
+    def _bring(self, place: Place, expert: int) -> _Piece:
+        """Return an expert in memory, read if need be; it becomes the latest that was used."""
+        if (place, expert) not in self._pieces and not self._read(place, expert, is_ahead=False):
+            raise NoBufferError(f"no buffer for an expert of {place.name} is free: all are in use")
+        piece = self._pieces.pop((place, expert))
+        if piece.ticket is not None:
+            ticket, piece.ticket = piece.ticket, None
+            self._streamer.cache.waits += not ticket.is_ready()
+            with self._streamer.timeline.waiting("ssd_read"):
+                ticket.wait()
+        piece.is_ahead = False
+        self._pieces[place, expert] = piece
+        return piece
+
+    def _read(self, place: Place, expert: int, is_ahead: bool) -> bool:
+        """Start reading an expert. Returns False where no buffer is free for it."""
+        nbytes = place.expert_nbytes
+        first = expert * nbytes // PAGE_BYTES * PAGE_BYTES
+        unit = place.tensor.unit
+        ((tensor_id, _, stored),) = unit.weights
+        length = min(round_up((expert + 1) * nbytes, PAGE_BYTES), stored) - first
+        buffer = next(size for size in self._buffers if size >= length)
+        lease = self._lease(buffer, is_ahead)
+        if lease is None:
+            return False
+        ticket = self._streamer.runtime.read_part(unit.index, tensor_id, first, length, lease)
+        self._pieces[place, expert] = _Piece(lease, buffer, expert * nbytes - first, ticket, is_ahead)
+        return True
+
+    def _lease(self, nbytes: int, is_ahead: bool) -> LeaseBuffer | None:
+        """Return a buffer of a size, if need be of another expert; None if there is none."""
+        while True:
+            lease = self._streamer.runtime.lease_unit(nbytes)
+            if lease is not None:
+                return lease
+            victim = self._victim(nbytes, is_ahead)
+            if victim is None:
+                return None
+            self._drop(victim)
+
+    def _victim(self, nbytes: int, is_ahead: bool) -> tuple[Place, int] | None:
+        """Return the expert that gives up its buffer. One that was read ahead does so for one that is needed now."""
+        idle = [key for key, piece in self._pieces.items() if piece.nbytes == nbytes and not piece.is_used]
+        settled = [key for key in idle if not self._pieces[key].is_ahead]
+        if settled:
+            return settled[0] if self._streamer.tables.comes_back else settled[-1]
+        return idle[-1] if idle and not is_ahead else None
+
+    def _drop(self, key: tuple[Place, int]) -> None:
+        piece = self._pieces.pop(key)
+        if piece.ticket is not None:
+            with suppress(MemascendError):  # Of a read that nothing needs.
+                piece.ticket.wait()
+
+    def forget(self, unit: Unit) -> None:
+        """Drop the experts of a unit, which the program has written to."""
+        for key in [key for key in self._pieces if key[0].tensor.unit is unit]:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Give up every buffer."""
+        for key in list(self._pieces):
+            self._drop(key)
+
+
+def _values(place: Place, piece: _Piece) -> torch.Tensor:
+    """Return the weights of an expert, (rows, columns), in its buffer."""
+    with torch.inference_mode(False):
+        rows, columns = place.shape[1:]
+        stored = torch.frombuffer(piece.lease, dtype=place.dtype, offset=piece.begin, count=rows * columns)
+        # No view, which would hold `stored`.
+        offset = int(stored.storage_offset())
+        shape, stride = (rows, columns), (columns, 1)
+        return torch.empty(0, dtype=place.dtype).set_(stored.untyped_storage(), offset, shape, stride)

@@ -1,0 +1,325 @@
+"""Frozen experts that are read one by one: the bits of memory within less of it, and reads of those that are used."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import needs
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import memascend
+from memascend.errors import MemascendError
+from memascend.offloading.api import offload_of
+
+peft = needs.package("peft")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+EXPERTS = 8
+#: An expert of this width does not fill whole pages.
+ODD = {"hidden_size": 72}
+DECODER = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+
+
+def _deepseek(**changed: Any) -> nn.Module:
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    config = {key: value for key, value in DECODER.items() if key != "head_dim"} | latent | changed
+    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    config |= {"moe_intermediate_size": 104, "num_key_value_heads": 4, "n_routed_experts": EXPERTS}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**config, **groups))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "qwen3_moe": lambda **changed: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**DECODER | changed, num_experts=EXPERTS, moe_intermediate_size=104)
+    ),
+    "mixtral": lambda **changed: MixtralForCausalLM(MixtralConfig(**DECODER | changed, num_local_experts=EXPERTS)),
+    "gpt_oss": lambda **changed: GptOssForCausalLM(
+        GptOssConfig(**DECODER | changed, num_local_experts=EXPERTS, sliding_window=8)
+    ),
+    "deepseek_v3": _deepseek,
+}
+
+
+def build(architecture: str, implementation: str = "grouped_mm", dtype: torch.dtype = torch.bfloat16, **changed: Any):
+    torch.manual_seed(0)
+    model = MODELS[architecture](**changed).to(dtype)
+    model.set_experts_implementation(implementation)
+    return model.requires_grad_(False).train()
+
+
+def adapt(model: nn.Module) -> Any:
+    torch.manual_seed(5)
+    config = {"r": 4, "target_modules": ["o_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**config))
+
+
+def batch(number: int, rows: int = 2, columns: int = 16) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (rows, columns), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids}
+
+
+def trained(model: nn.Module, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = memascend.AdamW(parameters.values(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for micro in range(2):
+            loss = model(**batch(2 * step + micro)).loss
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert all(torch.isfinite(loss) for loss in expected[0])
+    assert [loss.item() for loss in actual[0]] == [loss.item() for loss in expected[0]]
+    tiny.assert_same_weights(actual[1], expected[1])
+
+
+def pieces(offloaded: Callable[..., nn.Module], model: nn.Module, **options: Any) -> nn.Module:
+    return offloaded(model, **{"host_memory": None, "experts": "pieces"} | options)
+
+
+def whole_uses(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "used as a whole" in record.getMessage()]
+
+
+@pytest.fixture(autouse=True)
+def never_whole(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail where experts were used as a whole, beyond the budget."""
+    caplog.set_level(logging.WARNING, "memascend")
+    yield
+    assert not whole_uses(caplog)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_adapters_train_with_the_bits_of_memory(
+    offloaded: Callable[..., nn.Module], architecture: str, implementation: str, recompute: bool
+) -> None:
+    expected = trained(adapt(build(architecture, implementation)))
+    model = adapt(pieces(offloaded, build(architecture, implementation), recompute=recompute))
+    written = memascend.stats(model)["ssd_bytes_written"]
+    assert_same(trained(model), expected)
+    assert memascend.stats(model)["ssd_bytes_written"] == written
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_experts_that_begin_within_pages(
+    offloaded: Callable[..., nn.Module], implementation: str, autocast: bool
+) -> None:
+    def run(model: nn.Module) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return trained(adapt(model))
+
+    dtype = torch.float32 if autocast else torch.bfloat16
+    expected = run(build("qwen3_moe", implementation, dtype, **ODD))
+    assert_same(run(pieces(offloaded, build("qwen3_moe", implementation, dtype, **ODD))), expected)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_a_mixture_generates_and_reads_the_experts_that_are_used(
+    offloaded: Callable[..., nn.Module], implementation: str
+) -> None:
+    base = build("qwen3_moe", implementation).eval()
+    ids = batch(3, 1, 5)["input_ids"]
+
+    def generate(model: nn.Module, tokens: int) -> torch.Tensor:
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+
+    expected = generate(base, 6)
+    model = pieces(offloaded, base)
+    before = memascend.stats(model)["ssd_bytes_read"]
+    assert torch.equal(generate(model, 6), expected)
+    first = memascend.stats(model)["ssd_bytes_read"]
+    # A token more reads the experts that it is sent to, of each layer.
+    assert torch.equal(generate(model, 7)[:, :-1], expected)
+    read = memascend.stats(model)["ssd_bytes_read"] - first - (first - before)
+    session = offload_of(model)
+    all_bytes = sum(unit.nbytes for unit in session.units)
+    experts_bytes = sum(unit.nbytes for unit in session.units if unit.is_experts)
+    assert experts_bytes > all_bytes / 2
+    assert read <= all_bytes - experts_bytes + experts_bytes * 2 // EXPERTS
+
+
+def test_the_least_budget_is_set_by_an_expert(offloaded: Callable[..., nn.Module]) -> None:
+    least = tiny.smallest_budget(build("qwen3_moe"))
+    model = pieces(offloaded, build("qwen3_moe"))
+    of_layer = sum(u.nbytes for u in offload_of(model).units if u.is_experts and u.name.startswith("model.layers.0."))
+    # Beside both buffers of each size there is more to keep count of.
+    assert offload_of(model).plan.total < least - of_layer / 4
+    assert [line.count for line in offload_of(model).plan.experts] == [2, 2]
+
+
+@pytest.mark.parametrize("part", [0.3, 1.0])
+def test_a_larger_budget_keeps_experts(offloaded: Callable[..., nn.Module], part: float) -> None:
+    expected = trained(adapt(build("qwen3_moe")))
+    base = build("qwen3_moe")
+    experts_bytes = sum(p.nbytes for p in base.parameters() if p.ndim == 3)
+    least = pieces(offloaded, base)
+    budget = offload_of(least).plan.total
+    memascend.close(least)
+    model = adapt(pieces(offloaded, build("qwen3_moe"), host_memory=int(budget + part * experts_bytes)))
+    assert_same(trained(model), expected)
+    before = memascend.stats(model)["ssd_bytes_read"]
+    trained(model, steps=1)
+    read = memascend.stats(model)["ssd_bytes_read"] - before
+    assert read == 0 if part == 1.0 else read > 0
+
+
+def test_a_budget_that_changes(offloaded: Callable[..., nn.Module]) -> None:
+    expected = trained(adapt(build("qwen3_moe")), steps=4)
+    model = adapt(pieces(offloaded, build("qwen3_moe"), host_memory="24MiB", host_memory_max="48MiB"))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = memascend.AdamW(parameters.values(), lr=1e-2)
+    losses = []
+    for step, budget in enumerate(["24MiB", "48MiB", "22MiB", "40MiB"]):
+        memascend.set_host_memory(model, budget)
+        for micro in range(2):
+            loss = model(**batch(2 * step + micro)).loss
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same((losses, {name: p.detach().clone() for name, p in parameters.items()}), expected)
+
+
+def test_the_rest_of_a_model_trains_and_goes_on(offloaded: Callable[..., nn.Module], store: Path) -> None:
+    def freeze(model: nn.Module) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        return model
+
+    expected = freeze(build("qwen3_moe"))
+    optimizer = memascend.AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
+    losses = [tiny_step(expected, optimizer, number) for number in range(4)]
+
+    model = pieces(offloaded, freeze(build("qwen3_moe")), keep_store=True, durability="step")
+    optimizer = memascend.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = [tiny_step(model, optimizer, number) for number in range(2)]
+    memascend.close(model)
+    for number, experts in ((2, "whole"), (3, "pieces")):
+        run = memascend.resume(store, experts=experts, allocator="pageable", keep_store=True)
+        found.append(tiny_step(run.model, run.optimizer, number))
+        weights = dict(memascend.parameters_of(run.model))
+        memascend.close(run.model)
+    assert_same((found, weights), (losses, dict(memascend.parameters_of(expected))))
+
+
+def tiny_step(model: nn.Module, optimizer: memascend.AdamW, number: int) -> torch.Tensor:
+    loss = model(**batch(number)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def test_other_uses_of_experts_take_them_whole(
+    offloaded: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, model = build("qwen3_moe"), pieces(offloaded, build("qwen3_moe"))
+    name = "model.layers.1.mlp.experts.down_proj"
+    ours, theirs = model.get_parameter(name), expected.get_parameter(name)
+    assert torch.equal(ours[3], theirs[3]) and torch.equal(ours.transpose(1, 2)[0], theirs.transpose(1, 2)[0])
+    assert torch.equal(ours.sum(0), theirs.sum(0))
+    inputs = batch(1)
+    assert torch.equal(model(**inputs).loss, expected(**inputs).loss)
+    with torch.no_grad():
+        ours[3] += 1
+        theirs[3] += 1
+    assert torch.equal(model(**inputs).loss, expected(**inputs).loss)
+    assert [message.partition(" is used")[0] for message in whole_uses(caplog)] == [name]
+    caplog.clear()
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused(offloaded: Callable[..., nn.Module]) -> None:
+    model = adapt(pieces(offloaded, build("qwen3_moe"), recompute=False))
+    loss = model(**batch(1)).loss
+    place = next(unit for unit in offload_of(model).units if unit.is_experts).tensors[0].places[0]
+    place.version += 1
+    with pytest.raises(MemascendError, match="changed since the forward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "says"),
+    [
+        (lambda model: model.requires_grad_(True), {}, "is trained"),
+        (lambda model: model.set_experts_implementation("batched_mm"), {}, "'batched_mm'"),
+        (lambda model: adapt_experts(model), {}, "has adapters"),
+        (lambda model: None, {"tile_tokens": 8}, "tile_tokens"),
+        (lambda model: None, {"experts": "groups"}, "none of 'whole', 'pieces'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    offloaded: Callable[..., nn.Module], prepare: Callable[..., Any], options: dict[str, Any], says: str
+) -> None:
+    model = build("qwen3_moe")
+    model = prepare(model) or model
+    with pytest.raises(ValueError, match=says):
+        pieces(offloaded, model, **options)
+
+
+def adapt_experts(model: nn.Module) -> Any:
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"], target_parameters=targets))
+
+
+def test_a_model_without_experts_is_refused(offloaded: Callable[..., nn.Module]) -> None:
+    with pytest.raises(ValueError, match="no experts that transformers keeps fused"):
+        pieces(offloaded, tiny.build("llama").requires_grad_(False))
+
+
+def test_experts_that_are_adapted_or_trained_later_are_refused(offloaded: Callable[..., nn.Module]) -> None:
+    model = pieces(offloaded, build("qwen3_moe"))
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 3)
+    with pytest.raises(MemascendError, match="is to be trained"):
+        model(**batch(1))
+    model.requires_grad_(False)
+    with pytest.raises(MemascendError, match="adapters on it need all experts"):
+        adapt_experts(model)(**batch(1))
+
+
+def test_compiled_layers_are_refused(offloaded: Callable[..., nn.Module]) -> None:
+    model = pieces(offloaded, build("qwen3_moe"))
+    with pytest.raises(MemascendError, match="experts='whole' to compile"):
+        model.model.layers[0].compile()
+
+
+def test_a_budget_that_is_too_small_names_pieces(offloaded: Callable[..., nn.Module]) -> None:
+    with pytest.raises(memascend.BudgetError, match="experts='pieces'"):
+        offloaded(build("qwen3_moe"), host_memory=1)
