@@ -159,8 +159,8 @@ class OffloadOptions:
     by an expert and by the rest of a layer. It is for experts that are frozen when the model is offloaded (adapters on
     other modules, generation, evaluation) and that transformers keeps fused, with `experts_implementation` "grouped_mm"
     or "eager"; on the CPU, in one process, from the store. Memory beyond the least keeps a part of the experts. Trained
-    experts are refused. What needs all experts of a layer at once takes memory beyond the budget while it runs (reading
-    or writing the whole tensor) or is refused (adapters that are added to it later)."""
+    experts are refused. What needs all experts of a tensor at once (reading or writing it, adapters that are added to
+    it later) takes it whole, beyond the budget, and a warning says so."""
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     """"step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever stopped the
     run. This takes space for a second copy of weights and states, and no additional traffic. "every:N" makes every N-th

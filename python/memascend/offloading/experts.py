@@ -111,17 +111,6 @@ def grouped_mm(
     return _Groups.apply(mat_a, experts, ends)
 
 
-def refuse_set(tensor: Any, *_: Any, **__: Any) -> Any:
-    """Refuse what PEFT's adapters on parameters do to experts, which they need all at once."""
-    experts = _experts_of(tensor)
-    if experts is None:
-        return NotImplemented
-    raise MemascendError(
-        f"{experts.place.name} is read expert by expert, and adapters on it need all experts at once: offload the "
-        "model with experts='whole', or adapt other modules"
-    )
-
-
 def _experts_of(weight: Any) -> _Experts | None:
     """Return what a stand-in shows of experts that are read one by one; None for another tensor."""
     if not isinstance(weight, OffloadedParameter | OffloadedTensor):

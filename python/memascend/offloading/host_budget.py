@@ -191,4 +191,5 @@ class HostBudget:
         counts = {round_up(line.nbytes, PAGE_BYTES): 0 for line in plan.most.buffers}
         for line in plan.buffers:
             counts[round_up(line.nbytes, PAGE_BYTES)] += line.count
-        self._runtime.resize(list(counts.items()), plan.staging.count + plan.kept.count, plan.states.count)
+        states = plan.states.count if plan.most.states.nbytes else None  # A frozen model has none.
+        self._runtime.resize(list(counts.items()), plan.staging.count + plan.kept.count, states)

@@ -371,7 +371,6 @@ _OF_PARTS: dict[Any, tuple[Callable[..., Any], ...]] = {
         (getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)),
         (experts.grouped_mm,),
     ),
-    torch.Tensor.set_: (experts.refuse_set,),
 }
 _NOT_ON_SSD = "needs it in memory; work on p.detach().clone() instead"
 #: Functions that have no meaning for values on SSD, and the text of the error.

@@ -440,7 +440,10 @@ def _keep_experts(plan: Plan, numbers: Sequence[int], spare: int) -> int:
         extra = int(share * count)
         line.count += extra
         spare -= extra * line.nbytes
-        line.note = "always there" if line.count == number else f"in use, next; {line.count} of {number} stay"
+        if line.count == number:
+            line.note = "always there"
+        elif extra:
+            line.note = f"in use, next; {line.count} of {number} stay"
     return spare
 
 
