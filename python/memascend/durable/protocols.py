@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, Unit
     from memascend.options import OffloadOptions
     from memascend.ranks.membership import Membership
+    from memascend.residency.experts import ExpertPieces
     from memascend.residency.host import Streamer
     from memascend.residency.updates import Measured, Segment
 
@@ -39,6 +40,8 @@ class Session(Protocol):
 
     runtime: Runtime
     streamer: Streamer
+    #: The experts in memory that are read one by one.
+    pieces: ExpertPieces
     timeline: Timeline
     units: list[Unit]
     notices: list[str]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 #: Before this version of PyTorch, transformers asks for the address of the experts, or multiplies by a function of its
 #: own.
-GROUPED_FROM = (2, 11)
+GROUPED_FROM = "2.11"
 #: Smaller tensors of experts stay with their layer, in whose packs they lie.
 EXPERTS_BYTES_MIN = 64 * 1024
 

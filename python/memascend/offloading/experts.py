@@ -123,7 +123,7 @@ def _experts_of(weight: Any) -> _Experts | None:
     if source.is_gradient or source.dtype != place.dtype:
         return None
     count, rows, columns = place.shape
-    orders = {((rows, columns), (columns, 1)): False, ((columns, rows), (1, columns)): True}
+    orders: dict[Any, bool] = {((rows, columns), (columns, 1)): False, ((columns, rows), (1, columns)): True}
     is_transposed = orders.get((source.size[-2:], source.stride[-2:]))
     if is_transposed is None:
         return None
