@@ -186,7 +186,8 @@ def test_the_least_budget_does_not_depend_on_the_number_of_experts() -> None:
 
     expert_bytes, of_router = 3 * 2048 * 768 * 2, 2048 * 2
     assert least(128, "whole") - least(64, "whole") == 64 * (expert_bytes + of_router)
-    assert least(128, "pieces") - least(64, "pieces") == 64 * of_router
+    # Of the rest of a layer there are two buffers here.
+    assert least(128, "pieces") - least(64, "pieces") == 2 * 64 * of_router
     assert least(64, "pieces") < least(64, "whole") / 8
 
 
