@@ -27,8 +27,8 @@ class ProgramWrites:
         """Watch the units in `memory`.
 
         `before_write` is called before the writes become part of the store's next generation, and `on_surprise` with a
-        unit that a module has written to, though nothing had told of it before. `on_write` is called with each unit that
-        was written to.
+        unit that a module has written to, though nothing had told of it before. `on_write` is called with each unit
+        that was written to.
         """
         self._memory = memory
         self._values = values
