@@ -14,6 +14,7 @@ import needs
 import pytest
 import tiny
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memascend
 
@@ -83,6 +84,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     for drive in ("nvme", "nvme0", "nvme1"):
         Path(drive).mkdir()
     tiny.build("llama").save_pretrained("path/to/hf_model")
+    mixture = Qwen3MoeConfig(**tiny.MOE | {"vocab_size": tiny.VOCABULARY}, num_experts=4, moe_intermediate_size=192)
+    Qwen3MoeForCausalLM(mixture).to(torch.bfloat16).save_pretrained("path/to/mixture")
     values: dict[str, Any] = {
         "memascend": memascend,
         "torch": torch,

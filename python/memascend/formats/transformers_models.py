@@ -1,6 +1,6 @@
 """Models of transformers without their weights, and how their checkpoints map to their parameters.
 
-The only file that uses private names of transformers, but for those of fused experts (`layout.experts`):
+The only file that uses private names of transformers, except `layout.experts`, which uses names of fused experts:
 `conversion_mapping`, `core_model_loading`, and attributes of models that begin with an underscore. It needs
 transformers 5.20 or newer and is tested with 5.23. Where a later version lacks a module or a function, opening a model
 raises the ImportError that names it; attributes of models are optional.

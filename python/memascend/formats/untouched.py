@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Smaller tensors are made as ever.
 UNTOUCHED_FROM_BYTES = 1 << 20
-#: What `torch.zeros` may be given beside the size.
+#: The keywords of `torch.zeros` that are known here.
 _OPTIONS = {"size", "dtype", "device", "requires_grad"}
 
 

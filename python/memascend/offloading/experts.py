@@ -4,7 +4,7 @@ A model takes the weights of an expert from the tensor of all (`weight[expert]`)
 by expert (`grouped_mm`). Both are answered here by stand-ins for a part of the values and by products that read one
 expert after the other, those alone that have tokens. No graph holds an expert: the backward pass reads it again.
 
-What these functions do not know runs on the values, all experts at once.
+Functions that are not listed here run on the values, all experts at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Experts(NamedTuple):
 
 
 def take(weight: Any, index: Any) -> Any:
-    """Run `weight[index]` for the number of an expert: a stand-in for its weights, of which nothing is read yet."""
+    """Run `weight[index]` for the number of an expert: a stand-in for its weights, which are not read yet."""
     experts = _experts_of(weight)
     if experts is None or experts.number is not None:
         return NotImplemented
@@ -112,7 +112,7 @@ def grouped_mm(
 
 
 def _experts_of(weight: Any) -> _Experts | None:
-    """Return what a stand-in shows of experts that are read one by one; None for another tensor."""
+    """Return the experts, read one by one, that a stand-in shows; None for another tensor."""
     if not isinstance(weight, OffloadedParameter | OffloadedTensor):
         return None
     session, place, source = locate(weight)
@@ -143,7 +143,7 @@ def _part(experts: _Experts, size: Sequence[int], stride: Sequence[int], offset:
 
 
 def _is_matrix(tensor: Any) -> bool:
-    """Whether a tensor is one that the products here take: in rows, one behind the other."""
+    """Return whether the products here take a tensor: a matrix in rows, one behind the other."""
     plain = isinstance(tensor, torch.Tensor) and not is_stand_in(tensor)
     return plain and tensor.ndim == 2 and tensor.is_contiguous() and tensor.device.type == "cpu"
 
