@@ -259,3 +259,17 @@ def test_a_table_without_a_buffer_is_whole_beyond_the_budget_only() -> None:
         reads.lease_block()
     del block
     assert len(reads.spare_blocks()) == 1
+
+
+def test_a_copy_about_to_free_a_buffer_spares_an_eviction() -> None:
+    setting = Setting(buffers=2)
+    zero, one = setting.units[:2]
+    setting.use(zero)
+    copied = [setting.runtime.lease_unit(SIZE)]
+    end: Any = SimpleNamespace(wait=copied.clear, is_done=lambda: not copied)
+    setting.cache.uploads.note_returning(SIZE, [], end)
+    assert not setting.cache.fetch_ahead(one, 1), "the buffer is not free yet"
+    setting.use(one)
+    assert not copied and setting.hosted == {zero.name, one.name}
+    # Without a copy under way, the unit that is used last gives up its buffer.
+    assert setting.cache.fetch_ahead(setting.units[2], 2) and setting.hosted == {one.name, setting.units[2].name}

@@ -16,8 +16,6 @@ from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import warn_of
 from memascend.plan.host import Plan, make_plan
 from memascend.residency.device import DeviceStreamer
-from memascend.residency.gathering import GatheringStreamer
-from memascend.residency.gathering_device import GatheringDeviceStreamer
 from memascend.residency.host import Streamer
 
 if TYPE_CHECKING:
@@ -92,17 +90,12 @@ def make_streamer(
     membership: Membership | None,
 ) -> Streamer:
     """Return the streamer that brings `units` to the memory where the model computes."""
-    options: dict[str, Any] = {"forget_recomputed": forget_recomputed}
-    streaming: tuple[Any, ...] = (runtime, units, plan, timeline)
-    if device is not None and device_plan is not None:
-        device.link = runtime.device
-        streaming = (*streaming, device, device_plan)
-        if membership is not None:
-            return GatheringDeviceStreamer(membership.ranks, *streaming, **options)
-        return DeviceStreamer(*streaming, **options)
-    if membership is not None:
-        return GatheringStreamer(membership.ranks, *streaming, **options)
-    return Streamer(*streaming, **options)
+    ranks = None if membership is None else membership.ranks
+    options: dict[str, Any] = {"forget_recomputed": forget_recomputed, "ranks": ranks}
+    if device is None or device_plan is None:
+        return Streamer(runtime, units, plan, timeline, **options)
+    device.link = runtime.device
+    return DeviceStreamer(runtime, units, plan, timeline, device, device_plan, **options)
 
 
 def make_gradients(
