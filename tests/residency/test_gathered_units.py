@@ -128,14 +128,20 @@ def test_weights_that_must_not_be_written_to_are_read_anew(memory: Any, divided:
 
 def test_a_module_that_writes_is_known_from_then_on(memory: Any) -> None:
     surprises: list[Unit] = []
+    written: list[Unit] = []
     writes = ProgramWrites(
-        memory, OwnStore(memory), before_write=lambda: memory.log.append("commit"), on_surprise=surprises.append
+        memory,
+        OwnStore(memory),
+        before_write=lambda: memory.log.append("commit"),
+        on_surprise=surprises.append,
+        on_write=written.append,
     )
     writes.expect(memory.one)
     assert not memory.log
     for _ in range(2):
         writes.by_module(memory.one, [])
-    assert surprises == [memory.one] and memory.residencies[memory.one].module_writes == 2
+    assert surprises == [memory.one] and written == 2 * [memory.one]
+    assert memory.residencies[memory.one].module_writes == 2
     assert memory.log[:4] == ["wait for writes of one", "commit", "take back one", "clean"]
     memory.log.clear()
     writes.expect(memory.one)
@@ -144,6 +150,13 @@ def test_a_module_that_writes_is_known_from_then_on(memory: Any) -> None:
 
 def test_a_module_that_writes_the_same_values_changes_nothing(memory: Any) -> None:
     memory.changed = False
-    writes = ProgramWrites(memory, OwnStore(memory), before_write=lambda: None, on_surprise=lambda _: None)
+    written: list[Unit] = []
+    writes = ProgramWrites(
+        memory,
+        OwnStore(memory),
+        before_write=lambda: None,
+        on_surprise=lambda _: None,
+        on_write=written.append,
+    )
     writes.by_module(memory.one, [])
-    assert not memory.log and not memory.residencies[memory.one].dirty
+    assert not memory.log and not written and not memory.residencies[memory.one].dirty
