@@ -96,16 +96,23 @@ def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: b
 def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor], gradients: int) -> str:
     """Say where two outputs differ by more than roundings; the last `gradients` of them are gradients.
 
-    A gradient that is zero but for roundings, as of a bias of keys, has those of the products that it is the sum of.
+    A gradient that is zero but for roundings has those of the products that it is the sum of: as of a bias of keys, and
+    all of them where the outputs are normalised, and with them the loss.
     """
     if [tensor.shape for tensor in whole] != [tensor.shape for tensor in sliced]:
         return "other shapes"
     first = len(whole) - gradients
-    usual = max((float(tensor.abs().nan_to_num().max()) for tensor in whole[first:] if tensor.numel()), default=0.0)
+    rounding = max(1e-6 * _largest(whole[first:]), 1e-7 * _largest(whole[:first]))
     for number, (one, other) in enumerate(zip(whole, sliced, strict=True)):
         if one.is_floating_point():
-            largest = float(one.abs().nan_to_num(posinf=0, neginf=0).max()) if one.numel() else 0.0
-            least = 1e-3 * largest + 1e-9 + (1e-6 * usual if number >= first else 0.0)
+            largest = _largest([one])
+            least = 1e-3 * largest + 1e-9 + (rounding if number >= first else 0.0)
             if not torch.allclose(one, other, rtol=1e-2, atol=least, equal_nan=True):
                 return f"output {number} is off by {(one - other).abs().max():.3g}, of {largest:.3g}"
     return ""
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    """Return the largest finite magnitude of floating-point tensors, 0 if there is none."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return max((float(one.abs().nan_to_num(posinf=0, neginf=0).max()) for one in floats), default=0.0)
