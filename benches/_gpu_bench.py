@@ -231,6 +231,7 @@ class Base:
             "update": self.args.update,
             "lora": self.args.lora,
             "compile": self.args.compile,
+            "tile_tokens": self.args.tile_tokens,
         } | options
         python = self.args.deepspeed_python if job["system"].startswith("zero") else sys.executable
         count = parameter_count(shape, words)

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,8 +41,8 @@ class Step:
         self.moved = {phase: {} for phase in PHASES}
         #: Where the profiler's trace goes, if it is wanted.
         self.trace = job.get("trace")
-        #: Synchronising calls that PyTorch warned of, by phase; filled where they are asked for.
-        self.synchronising = {phase: [] for phase in PHASES}
+        #: Synchronising calls that PyTorch warned of, by phase and place; filled where they are asked for.
+        self.synchronising: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
         self.caught: list[warnings.WarningMessage] = []
 
     @contextmanager
@@ -53,7 +54,7 @@ class Step:
             self.moved[name][key] = self.moved[name].get(key, 0) + value - before[key]
         for message in self.caught[seen:]:
             if "synchroniz" in str(message.message):
-                self.synchronising[name].append(f"{Path(message.filename).name}:{message.lineno}")
+                self.synchronising[name][f"{Path(message.filename).name}:{message.lineno}"] += 1
 
     def take(self) -> dict:
         """Take the step; the record of it."""

@@ -38,8 +38,11 @@ class MemascendRun:
             "durability": job["durability"],
             "update": job["update"],
         }
+        if job.get("tile_tokens"):
+            options["tile_tokens"] = job["tile_tokens"]
         if job.get("lora"):
-            options["frozen"] = "files"
+            # As `memascend finetune` does: from files a head is whole, and so are 12 bytes of logits a token and word.
+            options["frozen"] = "store"
         if where.cuda:
             options |= {"device": str(where.device), "device_memory": job["device_memory"]}
         host_memory = job["host_memory"]

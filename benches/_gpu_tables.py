@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from _common import GB, markdown
 
 # Limits that --check holds the results against
-PLAN_LIMIT, COPY_LIMIT, FLOOR_LIMIT = 0.03, 0.95, 1.15
+COPY_LIMIT, FLOOR_LIMIT = 0.95, 1.15
+#: Peaks beside their plans, least and most. What PyTorch's allocator keeps of freed memory is planned at its most; the
+#: driver counts the code of kernels, too.
+PLAN_LIMITS = {"device": (-0.3, 0.0), "driver": (-0.3, 0.03), "host": (-0.03, 0.03)}
 PEAK_LIMIT, SSD_TIME_LIMIT = 0.53, 1.03
 
 
@@ -24,11 +29,11 @@ def checks(rows: dict) -> list[tuple[bool, str]]:
         what = f"copy, {row['name']}: {row['ratio']:.3f} of a plain pinned copy, at least {COPY_LIMIT}"
         found.append((row["ratio"] >= COPY_LIMIT, what))
     for row in measured(rows, "plan"):
-        for kind in ("device", "driver", "host"):
+        for kind, (least, most) in PLAN_LIMITS.items():
             off = row[f"{kind}_off_by"]
             if off is not None:
-                what = f"plan, {row['name']}: {kind} peak {off:+.1%} of the plan, within {PLAN_LIMIT:.0%}"
-                found.append((abs(off) <= PLAN_LIMIT, what))
+                what = f"plan, {row['name']}: {kind} peak {off:+.1%} of the plan, {least:+.0%} to {most:+.0%}"
+                found.append((least <= off <= most, what))
     for row in measured(rows, "step"):
         if row["of_floor"] is not None:
             what = f"step, {row['name']}: {row['of_floor']:.2f}x the floor ({row['bound_by']}), at most {FLOOR_LIMIT}x"
@@ -41,9 +46,11 @@ def synchronisations(row: dict) -> list[tuple[bool, str]]:
     """Return the waits of a step, except at its end for the loss and the norm, which every loop reads."""
     found = []
     if row.get("synchronising"):
-        calls = [call for phase in ("forward", "backward", "update") for call in row["synchronising"][phase]]
-        where = f" ({', '.join(sorted(set(calls))[:3])})" if calls else ""
-        what = f"step, {row['name']}: {len(calls)} synchronising calls of PyTorch before the loss is read{where}"
+        calls = Counter[str]()
+        for phase in ("forward", "backward", "update"):
+            calls.update(row["synchronising"][phase])
+        where = f" ({', '.join(f'{count} at {place}' for place, count in calls.most_common(3))})" if calls else ""
+        what = f"step, {row['name']}: {calls.total()} synchronising calls of PyTorch before the loss is read{where}"
         found.append((not calls, what))
     waits = row["waits_per_step"]
     if waits is not None:

@@ -131,6 +131,7 @@ class Bench(Base):
         parts += [f"LoRA of rank {args.lora}"] if args.lora else []
         parts += ["updated in the backward pass, not clipped"] if args.update == "backward" else []
         parts += ["compiled"] if args.compile else []
+        parts += [f"tiles {args.tile_tokens}"] if args.tile_tokens else []
         return "".join(f", {part}" for part in parts)
 
     def resident(self, model: str, tokens: int) -> float | None:
@@ -323,6 +324,8 @@ def arguments() -> argparse.Namespace:
     text = "adapters of this rank alone are trained, over weights read from the model's files (default: all weights)"
     add("--lora", type=int, metavar="RANK", help=text)
     add("--compile", action="store_true", help="torch.compile each layer")
+    text = "tokens that MLPs and norms compute at once, or auto (default: all)"
+    add("--tile-tokens", type=lambda text: text if text == "auto" else int(text), metavar="T", help=text)
     add("--no-compute", action="store_true", help="measure no pass of a resident model for the floor of `step`")
     add(
         "--policies",

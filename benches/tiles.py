@@ -9,6 +9,9 @@ of one sequence in float32, with the least budget, in a process of its own for e
 without. Its peak of resident memory, less what there was after importing, less the plan, is PyTorch's share. With
 --check: the share with tiles within 10% of the estimate, and at most a quarter of that without. The losses stand beside
 it: they are equal where the shapes of the products decide nothing.
+
+With --activations ssd the inputs of layers go to the SSD. How long the computing thread stands still because of them,
+a step, is in the last columns: until an input has left (forward pass), and until it is back (backward pass).
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ def child(job: dict) -> dict:
     from transformers import Qwen2ForCausalLM  # noqa: F401
 
     import memascend
+    from memascend.common.timeline import noted
+    from memascend.offloading.activations import COMES, LEAVES
 
     baseline = rss()["rss"]
     model = memascend.from_pretrained(
@@ -63,25 +68,32 @@ def child(job: dict) -> dict:
         host_memory=job["host_memory"],
         dtype="float32",
         tile_tokens=job["tile"],
+        activations=job["activations"],
         durability="none",
         keep_store=False,
     )
     optimizer = memascend.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(SEED)
     losses, begin = [], time.perf_counter()
-    for _ in range(job["steps"]):
-        ids = torch.randint(0, CONFIG["vocab_size"], (1, job["tokens"]), generator=generator)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        losses.append(float(loss.detach()))
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
+    with noted() as spans:
+        for _ in range(job["steps"]):
+            ids = torch.randint(0, CONFIG["vocab_size"], (1, job["tokens"]), generator=generator)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
     seconds = (time.perf_counter() - begin) / job["steps"]
+    idle = {
+        key: sum(end - start for name, start, end, _ in spans if name == shown) / 1e9 / job["steps"]
+        for key, shown in (("leaves_s", LEAVES), ("comes_s", COMES))
+    }
     planned, notices = memascend.stats(model)["host_bytes_planned"], memascend.stats(model)["notices"]
     memascend.close(model)
     share = rss()["hwm"] - baseline - planned
-    return {"share_bytes": share, "planned_bytes": planned, "step_s": seconds, "losses": losses, "notices": notices}
+    found = {"share_bytes": share, "planned_bytes": planned, "step_s": seconds, "losses": losses, "notices": notices}
+    return found | idle
 
 
 # --- the parent ---
@@ -99,6 +111,7 @@ def measure(model_dir: Path, workdir: Path, args: argparse.Namespace, tokens: in
         "host_memory": plan["host_memory"]["smallest_bytes"],
         "tokens": tokens,
         "tile": tile,
+        "activations": args.activations,
         "steps": args.steps,
     }
     told = start_child([sys.executable, __file__, "--child"], job, "tiles", workdir, args.timeout, {})
@@ -129,11 +142,15 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
                     f"{entry['share_bytes'] / without['share_bytes']:.2f}",
                     f"{entry['step_s']:.1f}",
                     " ".join(f"{loss:.7f}" for loss in entry["losses"]),
+                    f"{entry['leaves_s']:.2f}",
+                    f"{entry['comes_s']:.2f}",
                 ]
             )
     header = ["tokens", "tile", "PyTorch's MiB", "estimated", "off by", "of none", "step, s", "losses"]
+    header += ["inputs leave, s", "come back, s"]
     print("\n" + markdown(header, rows))
     results = {"machine": machine(workdir), "config": CONFIG, "steps": args.steps, "entries": entries}
+    results["activations"] = args.activations
     return finish(results, args.json, missed if args.check else [])
 
 
@@ -144,6 +161,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=numbers, default=[32768, 131072], help="of the sequence")
     parser.add_argument("--tile", type=tile, default="auto", help="tokens of a tile (default: auto)")
     parser.add_argument("--steps", type=int, default=2)
+    text = "where inputs of layers wait (default: host, as far as there is room)"
+    parser.add_argument("--activations", choices=["host", "ssd"], default="host", help=text)
     parser.add_argument("--check", action="store_true", help="exit 1 where a limit is missed")
     parser.add_argument("--timeout", type=float, default=7200)
     parser.add_argument("--workdir", type=Path, help="where model and stores go (default: made here)")

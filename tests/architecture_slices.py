@@ -54,7 +54,8 @@ def outcome(name: str, room: Path, cut: Cut) -> tuple[str, str]:
         pristine, inputs = architecture_runs.find(getattr(transformers, name))
     except (architecture_runs.NotBuiltError, architecture_runs.NotTrainedError) as error:
         return "not trained", str(error)
-    if far := _apart(*(_evaluated(pristine, inputs, cut, applied) for applied in (False, True))):
+    gradients = sum(1 for _ in pristine.parameters()) if cut is TILES else 0
+    if far := _apart(*(_evaluated(pristine, inputs, cut, applied) for applied in (False, True)), gradients):
         return "wrong", f"they do not compute what the whole does: {far}"
     in_memory, model = cut.in_memory(copy.deepcopy(pristine), cut.size), copy.deepcopy(pristine)
     expected = architecture_runs.train(in_memory, inputs)
@@ -92,13 +93,26 @@ def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: b
     return tensors + [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
-def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor]) -> str:
-    """Say where two outputs differ by more than roundings."""
+def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor], gradients: int) -> str:
+    """Say where two outputs differ by more than roundings; the last `gradients` of them are gradients.
+
+    A gradient that is zero but for roundings has those of the products that it is the sum of: as of a bias of keys, and
+    all of them where the outputs are normalised, and with them the loss.
+    """
     if [tensor.shape for tensor in whole] != [tensor.shape for tensor in sliced]:
         return "other shapes"
+    first = len(whole) - gradients
+    rounding = max(1e-6 * _largest(whole[first:]), 1e-7 * _largest(whole[:first]))
     for number, (one, other) in enumerate(zip(whole, sliced, strict=True)):
         if one.is_floating_point():
-            largest = float(one.abs().nan_to_num(posinf=0, neginf=0).max()) if one.numel() else 0.0
-            if not torch.allclose(one, other, rtol=1e-2, atol=1e-3 * largest + 1e-9, equal_nan=True):
+            largest = _largest([one])
+            least = 1e-3 * largest + 1e-9 + (rounding if number >= first else 0.0)
+            if not torch.allclose(one, other, rtol=1e-2, atol=least, equal_nan=True):
                 return f"output {number} is off by {(one - other).abs().max():.3g}, of {largest:.3g}"
     return ""
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    """Return the largest finite magnitude of floating-point tensors, 0 if there is none."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return max((float(one.abs().nan_to_num(posinf=0, neginf=0).max()) for one in floats), default=0.0)

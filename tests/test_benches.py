@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ import _gpu_child  # noqa: E402
 import _gpu_tables  # noqa: E402
 import ranks  # noqa: E402
 import timeline  # noqa: E402
+from device import cufile  # noqa: E402
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -78,13 +81,13 @@ def test_time_in_which_kernels_overlap_counts_once() -> None:
 STEP = {
     "of_floor": 1.15,
     "bound_by": "ssd",
-    "synchronising": {"forward": [], "backward": [], "clip": ["gpu.py:1"], "update": []},
+    "synchronising": {"forward": {}, "backward": {}, "clip": {"gpu.py:1": 1}, "update": {}},
     "waits_per_step": {"forward": 0, "backward": 0, "clip": 3, "update": 0},
 }
 ROWS = {
     "exact": [{"losses_equal": True, "weights_equal": True}],
     "copy": [{"ratio": 0.95}],
-    "plan": [{"device_off_by": 0.03, "driver_off_by": -0.03, "host_off_by": None}],
+    "plan": [{"device_off_by": 0.0, "driver_off_by": 0.03, "host_off_by": None}],
     "step": [STEP],
     "activations": [
         {"tokens": 1, "policy": "keep", "allocated_bytes": 100, "step_s": 1.0},
@@ -108,10 +111,11 @@ def test_what_is_at_the_limits_passes() -> None:
         ("exact", 0, {"losses_equal": False}, 1),
         ("exact", 0, {"weights_equal": False}, 1),
         ("copy", 0, {"ratio": 0.949}, 1),
-        ("plan", 0, {"device_off_by": -0.031}, 1),
+        ("plan", 0, {"device_off_by": 0.001}, 1),
+        ("plan", 0, {"device_off_by": -0.301}, 1),
         ("plan", 0, {"host_off_by": 0.031}, 1),
         ("step", 0, {"of_floor": 1.16}, 1),
-        ("step", 0, {"synchronising": STEP["synchronising"] | {"backward": ["model.py:7"]}}, 1),
+        ("step", 0, {"synchronising": STEP["synchronising"] | {"backward": {"model.py:7": 448}}}, 1),
         ("step", 0, {"waits_per_step": STEP["waits_per_step"] | {"forward": 1}}, 1),
         ("activations", 2, {"allocated_bytes": 54}, 1),
         ("activations", 2, {"step_s": 1.04}, 1),
@@ -123,6 +127,43 @@ def test_what_is_beyond_a_limit_fails(section: str, number: int, worse: dict, nu
     rows = {name: [dict(row) for row in there] for name, there in ROWS.items()}
     rows[section][number] |= worse
     assert verdicts(rows).count(False) == number_failed
+
+
+def test_synchronising_calls_are_counted_by_place() -> None:
+    step = _gpu_child.Step.__new__(_gpu_child.Step)
+    step.run = SimpleNamespace(counters=lambda: {})
+    step.seconds, step.moved = dict.fromkeys(_gpu_child.PHASES, 0.0), {phase: {} for phase in _gpu_child.PHASES}
+    step.synchronising, step.caught = {phase: Counter() for phase in _gpu_child.PHASES}, []
+    with step.phase("update"):
+        for line in (7, 7, 9):
+            message = UserWarning("called a synchronizing CUDA operation")
+            step.caught.append(SimpleNamespace(message=message, filename="/somewhere/homes.py", lineno=line))
+        step.caught.append(SimpleNamespace(message=UserWarning("deprecated"), filename="other.py", lineno=1))
+    assert step.synchronising["update"] == {"homes.py:7": 2, "homes.py:9": 1}
+    row = {"name": "it", "synchronising": step.synchronising, "waits_per_step": None}
+    ((passed, what),) = _gpu_tables.synchronisations(row)
+    assert not passed and "3 synchronising calls" in what and "2 at homes.py:7" in what
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_cufile_is_configured_before_its_driver_opens_and_its_log_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "")  # which is put back afterwards
+    line = "26-11-2026 21:25:25:263 [pid=1 tid=1] {} cufio:312 {}\n"
+
+    def fails() -> None:
+        config = json.loads(Path(os.environ["CUFILE_ENV_PATH_JSON"]).read_text())
+        assert config["properties"] == {"allow_compat_mode": True, "force_compat_mode": force, "use_poll_mode": False}
+        log = Path(config["logging"]["dir"]) / "cufile_1.log"
+        log.write_text(line.format("NOTICE", "a notice") + 2 * line.format("ERROR ", "no volume attributes"))
+        cufile.checked("cuFileHandleRegister", cufile.Status(5027, 0))
+
+    with pytest.raises(RuntimeError) as raised, cufile.configured(tmp_path, force):
+        fails()
+    said = "cuFileHandleRegister returned error 5027, the file descriptor is not registered (driver 0)"
+    assert str(raised.value) == f"{said}; cuFile's log: cufio:312 no volume attributes"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.timeout(900)  # four processes, and each imports PyTorch and transformers

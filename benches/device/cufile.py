@@ -3,9 +3,11 @@
     python -m device.cufile --store DIR --out cufile.json         # with `benches` on PYTHONPATH
 
 Ours reads requests of 1 MiB into pinned buffers, many in flight, and copies each buffer up while the next is read.
-cuFile (libcufile, of nvidia-cufile) may find no driver of its own in the kernel and then goes through host memory too,
-in its compatibility mode. Both read the same file without the page cache, and the bytes read are compared with those
-written. Each side is a process of its own: libcufile may abort where it finds no driver.
+cuFile (libcufile, of nvidia-cufile) may find no driver of its own in the kernel (nvidia-fs) and then goes through host
+memory too, in its compatibility mode. That is allowed first; where cuFile refuses the file, it is forced, which leaves
+out cuFile's look at the drive. Where neither works, the row has the errors of cuFile's log. Both sides read the same
+file without the page cache, and the bytes read are compared with those written. Each side is a process of its own:
+libcufile may abort where it finds no driver.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,7 +37,20 @@ PIECE, BUFFERS = 8 * MIB, 8
 THREADS, CALL = (1, 4, 8, 16), 16 * MIB
 UNIT = {"full": 512 * MIB, "toy": 32 * MIB}
 SEED = 3
-CONFIG: dict = {"profile": {"cufile_stats": 1}, "properties": {"allow_compat_mode": True, "use_poll_mode": False}}
+#: Keys of cuFile's configuration. It is read when the driver is opened, from where CUFILE_ENV_PATH_JSON names.
+PROPERTIES = {"allow_compat_mode": True, "use_poll_mode": False}
+#: How many errors of cuFile's log are kept.
+LOGGED = 4
+#: Names of errors that say what a machine lacks (cufile.h).
+ERRORS = {
+    5001: "nvidia-fs is not loaded",
+    5007: "not supported on this platform",
+    5008: "not supported for this file",
+    5011: "an error of CUDA's driver",
+    5018: "file of an unsupported type",
+    5027: "the file descriptor is not registered",
+    5030: "internal error",
+}
 
 
 class Descriptor(ctypes.Structure):
@@ -53,7 +70,9 @@ class Status(ctypes.Structure):
 
 def checked(what: str, status: Status) -> None:
     if status.code:
-        raise RuntimeError(f"{what} returned error {status.code} (driver {status.driver})")
+        name = ERRORS.get(status.code)
+        told = f"error {status.code}" + (f", {name}" if name else "")
+        raise RuntimeError(f"{what} returned {told} (driver {status.driver})")
 
 
 def library() -> ctypes.CDLL:
@@ -132,12 +151,44 @@ def ours(file: Path, nbytes: int, repeats: int) -> list[dict]:
     return [{"way": "pinned memory", "engine": engine.name} | repeated(read, device, content(nbytes), repeats)]
 
 
+@contextmanager
+def configured(beside: Path, force: bool) -> Iterator[None]:
+    """Have cuFile allow its compatibility mode, or `force` it; an error is raised with what cuFile's log says of it."""
+    with tempfile.TemporaryDirectory(dir=beside) as directory:
+        config = Path(directory) / "cufile.json"
+        properties = PROPERTIES | {"force_compat_mode": force}
+        # Else the log is written to the working directory.
+        logging = {"dir": directory, "level": "NOTICE"}
+        config.write_text(json.dumps({"logging": logging, "properties": properties}))
+        os.environ["CUFILE_ENV_PATH_JSON"] = str(config)
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            logged = errors_of(Path(directory))
+            raise RuntimeError(f"{error}; cuFile's log: {'; '.join(logged) or 'empty'}") from error
+
+
+def errors_of(directory: Path) -> list[str]:
+    """Return the last errors that cuFile has logged, without times and processes."""
+    lines = [line for log in sorted(directory.glob("cufile*.log")) for line in log.read_text().splitlines()]
+    errors = [line.partition("ERROR")[2].strip() for line in lines if " ERROR " in line]
+    return list(dict.fromkeys(errors))[-LOGGED:]
+
+
+def allowed(file: Path, nbytes: int, repeats: int) -> list[dict]:
+    """Read with cuFile, which may take its compatibility mode."""
+    with configured(file.parent, force=False):
+        return by_cufile(file, nbytes, repeats)
+
+
+def forced(file: Path, nbytes: int, repeats: int) -> list[dict]:
+    """Read with cuFile in its compatibility mode."""
+    with configured(file.parent, force=True):
+        return [row | {"way": "cuFile, compatibility mode"} for row in by_cufile(file, nbytes, repeats)]
+
+
 def by_cufile(file: Path, nbytes: int, repeats: int) -> list[dict]:
     """Read with cuFile into registered device memory, by threads."""
-    config = file.with_suffix(".cufile.config")
-    # Else the log is written to the working directory.
-    config.write_text(json.dumps(CONFIG | {"logging": {"dir": str(file.parent)}}))
-    os.environ.setdefault("CUFILE_ENV_PATH_JSON", str(config))
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     cufile = library()
@@ -168,12 +219,11 @@ def by_cufile(file: Path, nbytes: int, repeats: int) -> list[dict]:
         cufile.cuFileHandleDeregister(handle)
     finally:
         os.close(number)
-        config.unlink(missing_ok=True)
     kernel = Path("/proc/driver/nvidia-fs/version").exists()
     return [row | {"nvidia_fs": kernel} for row in rows]
 
 
-SIDES = {"ours": ours, "cufile": by_cufile}
+SIDES = {"ours": ours, "cufile": allowed, "cufile-compatible": forced}
 
 
 def compare(store: Path, out: Path, size: str) -> int:
@@ -187,6 +237,8 @@ def compare(store: Path, out: Path, size: str) -> int:
             os.fsync(written.fileno())
             os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for side in SIDES:
+            if side == "cufile-compatible" and any(row["way"] == "cuFile" for row in found["rows"]):
+                break
             command = [sys.executable, "-m", "device.cufile", "--side", side, "--store", str(store), "--out", str(out)]
             done = subprocess.run([*command, *(["--toy"] if size == "toy" else [])], stdout=subprocess.PIPE, text=True)
             lines = done.stdout.strip().splitlines()
@@ -199,6 +251,8 @@ def compare(store: Path, out: Path, size: str) -> int:
         file.unlink(missing_ok=True)
     for row in found["rows"]:
         print(row)
+    if not any(row["way"].startswith("cuFile") for row in found["rows"]):
+        print("cuFile cannot be had on this machine, not even in its compatibility mode: the rows say why")
     # That cuFile does not work here is a finding, too.
     return 0 if any(row["way"] == "pinned memory" and row["equal"] for row in found["rows"] if "equal" in row) else 1
 

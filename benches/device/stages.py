@@ -106,14 +106,16 @@ def gpu(stage: str, only: str, *words: object) -> Callable[[Settings], list[str]
     return command
 
 
-def steps(stage: str, model: str, budgets: str, *words: object) -> Callable[[Settings], list[str]]:
+def steps(
+    stage: str, model: str, budgets: str, *words: object, tokens: str = "16384"
+) -> Callable[[Settings], list[str]]:
     """Return the command that measures steps of a model by budgets, DEVICE/HOST; the environment may choose others."""
 
     def command(settings: Settings) -> list[str]:
         sizes = {
             "--models": settings.option("MODELS", model, "tiny"),
             "--budgets": settings.option("BUDGETS", budgets, "256MiB/256MiB,256MiB/least"),
-            "--tokens": settings.option("TOKENS", "16384", "256"),
+            "--tokens": settings.option("TOKENS", tokens, "256"),
             "--sequence": settings.option("SEQUENCE", "4096", "128"),
             # The first steps fault in their memory.
             "--steps": settings.option("STEPS", "3", "1"),
@@ -138,7 +140,7 @@ def counters(settings: Settings) -> list[str] | str:
     return settings.python("-m", "device.counters", "--into", settings.out / "overflow.json")
 
 
-def large(stage: str, *words: object) -> Callable[[Settings], list[str]]:
+def large(stage: str, *words: object, tokens: str = "16384") -> Callable[[Settings], list[str]]:
     """Return the command for 8 billion parameters in 24 GiB of device memory, on two volumes.
 
     Files that do not fit on the drive lie in /dev/shm, which is memory: the figures are of both.
@@ -148,18 +150,22 @@ def large(stage: str, *words: object) -> Callable[[Settings], list[str]]:
         second = settings.models / "second-volume"
         sizes = ["--states", settings.option("STATES", "8bit", "8bit"), "--store", settings.store, second]
         sizes += ["--activations", settings.option("ACTIVATIONS", "host", "host"), *words]
-        return steps(stage, "8B", "24GiB/12GiB", *sizes)(settings)
+        return steps(stage, "8B", "24GiB/12GiB", *sizes, tokens=tokens)(settings)
 
     return command
 
 
-def contexts(settings: Settings) -> list[str]:
-    """Measure a sequence a step, of 4,096 to 131,072 tokens, in layers as wide as in 8 billion parameters."""
-    counts = settings.option("TOKENS", "4096,32768,131072", "128,256")
-    sizes = ["--models", "tiny" if settings.rehearse else "8B-2L", "--tokens", counts]
-    sizes += ["--sequence", "256" if settings.rehearse else "131072", "--steps", "1", "--warmup", "1"]
-    sizes += ["--budgets", settings.option("BUDGETS", "24GiB/24GiB", "256MiB/256MiB"), "--activations", "host"]
-    return gpu("contexts", "step", *sizes, "--no-compute")(settings)
+def contexts(stage: str, tokens: str, toy: str, *words: object) -> Callable[[Settings], list[str]]:
+    """Return the command that measures a sequence a step, in layers as wide as in 8 billion parameters."""
+
+    def command(settings: Settings) -> list[str]:
+        sizes = ["--models", "tiny" if settings.rehearse else "8B-2L"]
+        sizes += ["--tokens", settings.option("TOKENS", tokens, toy)]
+        sizes += ["--sequence", "256" if settings.rehearse else "131072", "--steps", "1", "--warmup", "1"]
+        sizes += ["--budgets", settings.option("BUDGETS", "24GiB/24GiB", "256MiB/256MiB"), "--activations", "host"]
+        return gpu(stage, "step", *sizes, "--no-compute", *words)(settings)
+
+    return command
 
 
 def module(name: str) -> Callable[[Settings], list[str]]:
@@ -200,6 +206,8 @@ def peers(settings: Settings) -> list[str] | str:
 MEMORY = "6GiB/100GiB"
 BOTH = f"{MEMORY},6GiB/12GiB"
 BACKWARD = ("--resident", "--update", "backward")
+#: Without tiles so many tokens take 37 GiB.
+TILES = ("--tile-tokens", "auto")
 #: The groups, each a call of its own. A new machine has nothing of an earlier call, so each begins alike.
 GROUPS = ("first", "second", "third", "fourth", "peers")
 
@@ -233,8 +241,9 @@ ALL = [
     Stage("steps-backward", ("second",), 75, steps("steps-backward", "1.5B", MEMORY, *BACKWARD), "gpu.json"),
     Stage("steps-3B", ("second",), 200, steps("steps-3B", "3B", "24GiB/100GiB,6GiB/12GiB", "--resident"), "gpu.json"),
     Stage("large", ("third",), 300, large("large"), "gpu.json"),
-    Stage("large-lora", ("third",), 115, large("large-lora", "--lora", "16"), "gpu.json"),
-    Stage("contexts", ("fourth",), 190, contexts, "gpu.json"),
+    Stage("large-lora", ("third",), 115, large("large-lora", "--lora", "16", tokens="8192"), "gpu.json"),
+    Stage("contexts", ("fourth",), 80, contexts("contexts", "4096,32768", "128,256"), "gpu.json"),
+    Stage("contexts-tiles", ("fourth",), 110, contexts("contexts-tiles", "131072", "256", *TILES), "gpu.json"),
     Stage("copies", ("fourth",), 40, gpu("copies", "copy"), "gpu.json"),
     Stage("cufile", ("fourth",), 60, module("cufile"), "cufile.json"),
     Stage("segments", ("fourth",), 120, segments, "segments.json"),

@@ -411,6 +411,45 @@ def test_segments_and_workspaces_are_in_the_least_plan():
     assert activations.total == LEAST_ACTIVATIONS_BYTES
 
 
+#: Runs on an H200 (`benches/results/device-h200-3.json`): widths, vocabulary, layers; tokens; what is known beside; the
+#: budget, and the bytes that PyTorch's allocator reserved.
+MEASURED = {
+    "32,768 tokens": ((4096, 14336, 2, 32, 8), 32_000, 32_768, {}, 24, 12_941_524_992),
+    "131,072 tokens on tiles": ((4096, 14336, 2, 32, 8), 32_000, 131_072, {"tile_tokens": "auto"}, 24, 18_779_996_160),
+    "1.5B": ((2048, 5504, 28, 16, 16), 32_000, 16_384, {"activations": "recompute"}, 6, 5_689_573_376),
+    "8B": ((4096, 14336, 32, 32, 8), 128_256, 16_384, {}, 24, 21_917_335_552),
+    # Adapters over weights in files, where the head is whole.
+    "adapters": ((4096, 14336, 32, 32, 8), 128_256, 8_192, {"frozen": True}, 24, 23_943_184_384),
+}
+
+
+@pytest.mark.parametrize("run", MEASURED)
+def test_a_plan_is_not_below_what_a_device_reserved(run):
+    shape, vocabulary, tokens, known, gib, reserved = MEASURED[run]
+    hidden, mlp, layers, heads, keys = shape
+    frozen = known.pop("frozen", False)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(not frozen)
+    units = partition(model, fused_loss=None if frozen else "auto", uploaded=True)
+    known = {"activations": "host", "config": config, "segments": Segments.of(9)} | known
+    plan = make_device_plan(units, gib * GIB, tokens=tokens, **known)
+    # Not by so much that nothing could be told from it, either.
+    assert reserved <= plan.total <= min(plan.budget, 1.3 * reserved)
+    # It is room that buffers leave, and not one that a run needs.
+    allowed = next(line for line in plan.lines if line.consumer == "freed segments")
+    least = make_device_plan(units, plan.smallest_bytes, tokens=tokens, **known)
+    assert allowed.total > 0 and least.total <= least.budget == plan.smallest_bytes
+
+
 def test_estimates_are_of_whole_segments():
     # Logits of 1000 tokens: three of 15.6 MiB in float32, which take 16 each; 7.8 in bfloat16, which take 10.
     tokens, room = 1000, 2 * 4096 * 512 * 2

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memascend.layout.units import Unit
+
 MIB = 2**20
 KIND = ("pageable", "locked")
 
@@ -100,6 +102,35 @@ def test_more_threads_have_more_slots_where_there_is_room() -> None:
     assert host.make_plan(units, budget, threads=8).slots.count < 24
     transfers = host.make_plan(units, budget, threads=8)
     assert transfers.slots.total + transfers.staging.total <= budget * host.TRANSFER_SHARE
+
+
+def llama_of(layers: int, trained: bool = True) -> list[Unit]:
+    model = LlamaForCausalLM(LlamaConfig(**tiny.SMALL_DECODER | {"num_hidden_layers": layers}))
+    return partition(model.requires_grad_(trained), uploaded=True)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_inputs_of_layers_have_room_where_there_is_room(trained: bool) -> None:
+    """Without it the inputs of frozen layers went to the SSD, by chunks as small as a plan may have."""
+    units = llama_of(12, trained)
+    inputs = host.Inputs(3 * MIB, per_layer=2)
+    made = host.make_plan(units, 1024 * MIB, on_device=True, inputs=inputs)
+    nbytes = made.chunk_elements * 4
+    assert made.kept.nbytes == nbytes and made.chunk_elements == host.CHUNK_ELEMENTS_MAX
+    gradients = sum(-(-t.numel // made.chunk_elements) for u in units for t in u.tensors if t.trained and not t.packed)
+    layer = -(-inputs.nbytes // nbytes) * 2
+    assert max(12 * layer, gradients + layer) <= made.kept.count <= 12 * layer + gradients
+    # Beside them the weights stay as far as there is room, and the least plan needs none of it.
+    least = host.smallest_plan(units, on_device=True, inputs=inputs)
+    assert least.total == host.smallest_plan(units, on_device=True).total and least.kept.count == 0
+    assert made.total <= made.budget
+
+
+def test_a_budget_that_changes_keeps_its_inputs() -> None:
+    units, inputs = llama_of(12, trained=False), host.Inputs(MIB)
+    made = host.make_plan(units, 64 * MIB, 256 * MIB, on_device=True, inputs=inputs)
+    assert host.replan(made, units, 64 * MIB).arena == made.arena
+    assert host.replan(made, units, 256 * MIB).arena == made.most.arena
 
 
 def test_the_least_plan_is_the_same_for_any_number_of_threads() -> None:

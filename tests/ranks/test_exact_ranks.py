@@ -65,9 +65,11 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
     assert 0 < sum("experts" in name for name in moved) < 36
 
 
-def test_layers_on_slices(tmp_path: Path) -> None:
-    results = rank_programs.run("train", 2, tmp_path, offloading={"micro_batch_size": 1, "least": True})
-    model = memascend.run_in_slices(rank_runs.build(), 1)
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"tile_tokens": 3}], ids=["slices", "tiles"])
+def test_layers_on_slices_and_tiles(cut: dict[str, int], tmp_path: Path) -> None:
+    results = rank_programs.run("train", 2, tmp_path, offloading={"least": True, **cut})
+    cut_in_memory = memascend.run_in_tiles if "tile_tokens" in cut else memascend.run_in_slices
+    model = cut_in_memory(rank_runs.build(), *cut.values())
     expected = rank_runs.Run(model, 2, range(2)).go(2).result()
     for result in results:
         assert "error" not in result, result

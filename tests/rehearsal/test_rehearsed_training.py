@@ -9,14 +9,13 @@ import rehearsed_runs
 import tiny
 import torch
 from rehearsed_runs import Result, assert_same, batch, train
+from torch import nn
 
 import memascend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from torch import nn
 
     Offload = Callable[..., nn.Module]
 
@@ -141,6 +140,57 @@ def test_parameters_of_the_device_that_are_not_offloaded(tmp_path: Path) -> None
     optimizer = memascend.AdamW(model.parameters(), lr=3e-3, store=tmp_path / "states")
     assert_same(train(model, "llama", optimizer=optimizer), expected)
     optimizer.close()
+
+
+#: A tensor beyond the piece that copies go through, one that is not contiguous, one without elements, and small ones.
+SHAPES = [(700,), (64, 33), (0, 4), (), *[(129,)] * 60, (300, 300)]
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("store", [False, True], ids=["in memory", "on a store"])
+def test_a_step_waits_a_few_times_for_many_small_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool, nonfinite: str
+) -> None:
+    """Adapters are such parameters. A copy that blocks for each would have the host wait hundreds of times."""
+    rehearsed_runs.runtime()
+    monkeypatch.setattr("memascend.optim.host_copies.PIECE_BYTES", 100_000)
+    waits: list[str] = []
+
+    def counted(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda self, *args: (waits.append(name), original(self, *args))[1])
+
+    def run(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(shape: tuple[int, ...]) -> torch.Tensor:
+            tensor = torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
+            return tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
+
+        parameters = [nn.Parameter(random(shape)) for shape in SHAPES]
+        states = {"store": tmp_path / device} if store else {}
+        optimizer = memascend.AdamW(parameters, lr=1e-2, nonfinite=nonfinite, **states)
+        norms = []
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = random(tuple(parameter.shape))
+            waits.clear()
+            norms.append(optimizer.clip_grad_norm_(1.0))
+            optimizer.step()
+            told.append(len(waits))
+        if store:
+            optimizer.close()
+        return [*norms, *(parameter.detach().cpu() for parameter in parameters)]
+
+    told: list[int] = []
+    expected = run("cpu")
+    counted(torch.Tensor, "cpu")
+    counted(torch.Tensor, "item")
+    counted(torch.cuda.Event, "synchronize")
+    told.clear()
+    assert all(map(torch.equal, run("cuda"), expected))
+    # Of the norm, the check of a policy and the update; a tensor beyond the piece is copied alone.
+    assert max(told) <= 16, told
 
 
 def test_memory_beyond_the_budget_is_refused(on_device: Offload) -> None:

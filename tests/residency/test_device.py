@@ -19,9 +19,10 @@ import tiny
 import torch
 from simulated_device import Accesses, SimulatedDevice
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import memascend
+from memascend.offloading.activations import LeavingInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -284,6 +285,48 @@ def test_the_host_does_not_wait_in_mid_pass(on_device: Callable[..., nn.Module],
         optimizer.zero_grad()
         if step:  # weights come from the SSD first
             assert during == 0
+
+
+def deep_llama() -> nn.Module:
+    """Return a model with more layers than there are staging buffers to spare."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**tiny.SMALL_DECODER | {"num_hidden_layers": 12})).to(torch.bfloat16)
+
+
+def test_inputs_of_frozen_layers_stay_in_host_memory(
+    on_device: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for inputs is planned by their size: the gradients, whose room they shared, are none here."""
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
+    model = on_device(deep_llama().requires_grad_(False), activations="host", batch_tokens=(2, 16))
+    start = torch.randn(2, 16, tiny.NARROW, dtype=torch.bfloat16, requires_grad=True)
+    before = memascend.stats(model)
+    for step in range(2):
+        model(inputs_embeds=start * 1, labels=tiny.batch("qwen3", step)["labels"]).loss.backward()
+    after = memascend.stats(model)
+    assert after["device"]["d2h_bytes"] - before["device"]["d2h_bytes"] >= 2 * 12 * start.nbytes
+    assert after["ssd_bytes_written"] == before["ssd_bytes_written"]
+
+
+def test_the_inputs_of_two_layers_are_read_ahead(
+    on_device: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the caller launches a layer's backward pass, the drive goes on with the layers before."""
+    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
+    model = on_device(deep_llama(), activations="ssd", batch_tokens=(2, 16))
+    restore, ahead = LeavingInput.restore, []
+
+    def watched(stashed: LeavingInput) -> torch.Tensor:
+        restored = restore(stashed)
+        earlier = stashed._previous()
+        following = [earlier, None if earlier is None else earlier._previous()]
+        ahead.append(sum(one is not None and one._coming is not None for one in following))
+        return restored
+
+    monkeypatch.setattr(LeavingInput, "restore", watched)
+    model(**tiny.batch("qwen3", 0)).loss.backward()
+    # The last layer's and those before: their inputs have left the device by then.
+    assert len(ahead) == 12 and ahead[:10] == [2] * 10
 
 
 def test_inputs_changed_in_place_are_refused(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:

@@ -61,6 +61,7 @@ from memascend.offloading.places import ranks_of
 from memascend.offloading.together import raising_on_all, told_by_first
 from memascend.options import REPLACE, parse_durability
 from memascend.plan.automatic import least_of
+from memascend.plan.estimates import waiting_inputs
 from memascend.plan.host import make_plan
 from memascend.ranks.group import Ranks
 from memascend.report.figures import peak_rss_bytes, reset_peak_rss, stats_of
@@ -279,6 +280,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
             "on_device": on_device,
             "threads": update_threads(on_device),
         }
+        if on_device and work.activations == "host":
+            options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
         held, name = plan.total, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):

@@ -42,6 +42,7 @@ def curve(
         "update": smallest.update,
         "on_device": smallest.on_device,
         "threads": smallest.update_threads,
+        "inputs": smallest.inputs,
     }
     least, most = smallest.total, make_plan(units, _NO_LIMIT, **options).total
     count = max(1, math.ceil(math.log(most / least, RATIO))) if most > least else 0

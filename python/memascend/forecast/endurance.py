@@ -142,7 +142,7 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
     if work.optimizer == "adamw":
         yield "--optimizer apollo", plan, replace(work, optimizer="apollo")
     if with_update and plan.update == "forward" and work.grad_accum == 1:
-        options: dict[str, Any] = {"update": "backward", "on_device": plan.on_device}
+        options: dict[str, Any] = {"update": "backward", "on_device": plan.on_device, "inputs": plan.inputs}
         least = smallest_plan(units, **options).total
         early = make_plan(units, max(plan.budget, least), **options, threads=plan.update_threads)
         yield "--update backward (without clipping)", early, work
@@ -151,6 +151,7 @@ def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -
     if may_be_seldom:
         yield f"--durability every:{_PERIOD}", plan, seldom
     options = {"update": plan.update, "on_device": plan.on_device, "threads": plan.update_threads}
+    options["inputs"] = plan.inputs
     most = make_plan(units, _NO_LIMIT, **options).total
     for budget in (2 * plan.total, most):
         if plan.total < budget <= most:

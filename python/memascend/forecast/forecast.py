@@ -32,7 +32,7 @@ from memascend.machine.segments import Segments
 from memascend.machine.threads import update_threads
 from memascend.options import parse_durability
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
-from memascend.plan.estimates import Shape
+from memascend.plan.estimates import Shape, waiting_inputs
 from memascend.plan.host import make_plan, smallest_plan
 
 if TYPE_CHECKING:
@@ -132,9 +132,6 @@ def forecast(
         durability = "none"  # Adapters have checkpoints of their own.
     units = divided(model, gpu is not None, gradients, ranks, experts)
     on_device = gpu is not None
-    options: dict[str, Any] = {"update": update, "on_device": on_device, "threads": update_threads(on_device)}
-    smallest = smallest_plan(units, **options)
-    plan = smallest if budget is None else make_plan(units, budget, **options)
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
     work = Work(
@@ -150,6 +147,11 @@ def forecast(
         kept=kept,
         ranks=ranks,
     )
+    options: dict[str, Any] = {"update": update, "on_device": on_device, "threads": update_threads(on_device)}
+    if gpu is not None and gpu.activations == "host":
+        options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
+    smallest = smallest_plan(units, **options)
+    plan = smallest if budget is None else make_plan(units, budget, **options)
     device_plan = None
     if gpu is not None:
         work.activations = gpu.activations

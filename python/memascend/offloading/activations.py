@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 
 #: Smaller inputs stay in place: an SSD request costs more than it frees.
 STASH_FROM_BYTES = 64 * 1024
-#: Inputs that may be on their way from a device at once: one being copied, and one still in use.
+#: Inputs that may be on their way from a device at once: one being copied, and one still in use. Of those on their way
+#: back as many wait beside the one in use, so that the drive reads on while the caller launches a layer.
 LEAVING_INPUTS = 2
+#: Spans in which the computing thread waits for an input: until it has left its tensor, and until it is back.
+LEAVES, COMES = "input leaves", "input comes back"
 
 
 class StashedInput:
@@ -47,13 +50,13 @@ class StashedInput:
         """Copy the values of `tensor` out."""
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self.timeline = inputs.timeline
-        with self.timeline.waiting("ssd_write"):
+        with span(LEAVES), self.timeline.waiting("ssd_write"):
             self.stash: Stash = inputs.runtime.stash(tensor.data_ptr(), tensor.nbytes, inputs.policy == "ssd")
 
     def restore(self) -> torch.Tensor:
         """Return the values, in a new tensor of the input's shape and dtype."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        with self.timeline.waiting("ssd_read"):
+        with span(COMES), self.timeline.waiting("ssd_read"):
             self.stash.restore(tensor.data_ptr())
         return tensor.requires_grad_(self.requires_grad)
 
@@ -75,7 +78,7 @@ class _Source:
             if not wait:
                 return False
             self._ready.wait()
-            with self.timeline.waiting("d2h"):
+            with span(LEAVES), self.timeline.waiting("d2h"):
                 self.stash.wait_copied()
         self.check()
         self.tensor = None
@@ -117,7 +120,7 @@ class LeavingInput(StashedInput):
             self._coming = tensor, restore, stream
 
     def restore(self) -> torch.Tensor:
-        """Return the values, valid for every kernel launched from now on, and start copying the previous input back."""
+        """Return the values, valid for every kernel launched from now on, and start copying earlier inputs back."""
         self.come()
         if self._coming is None:
             self.source.check()
@@ -125,13 +128,15 @@ class LeavingInput(StashedInput):
             assert tensor is not None
         else:
             tensor, restore, _ = self._coming
-            with self.timeline.waiting("ssd_read"):
+            with span(COMES), self.timeline.waiting("ssd_read"):
                 arrived = restore.enqueued()
             self._coming = None
             self.device.wait(arrived)
         previous = self._previous()
-        if previous is not None:
-            previous.come()
+        for _ in range(LEAVING_INPUTS):
+            if previous is not None:
+                previous.come()
+                previous = previous._previous()
         return tensor.detach().requires_grad_(self.requires_grad)
 
     def __del__(self) -> None:

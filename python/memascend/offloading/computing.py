@@ -12,6 +12,7 @@ from memascend.layout.units import CPU
 from memascend.machine.cuda import open_device
 from memascend.options import pair_of
 from memascend.plan.device import make_device_plan
+from memascend.plan.estimates import waiting_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from memascend.machine.cuda import ComputeDevice
     from memascend.options import Activations, Experts, OffloadOptions
     from memascend.plan.device import DevicePlan
+    from memascend.plan.host import Inputs
 
 _log = logging.getLogger("memascend")
 
@@ -94,6 +96,23 @@ class Computing:
         """The device as a `torch.device`."""
         return CPU if self.device is None else self.device.torch_device
 
+    def _tokens(self) -> tuple[int | None, int | None]:
+        """Return the tokens of a pass and those that a layer computes at once, or None of both if they are unknown."""
+        if self.options.batch_tokens is None:
+            return None, None
+        sequences, length = pair_of(self.options.batch_tokens)
+        return sequences * length, length * min(sequences, self.options.micro_batch_size or sequences)
+
+    def inputs(self, units: Sequence[Unit], config: Any) -> Inputs | None:
+        """Return the inputs of a device's layers that wait in host memory, or None if none do or their size is unknown.
+
+        On the CPU they share what gradients leave: the tokens of a batch are not known there.
+        """
+        tokens, layer_tokens = self._tokens()
+        if self.device is None or tokens is None or self.activations != "host" or not self.options.recompute:
+            return None
+        return waiting_inputs(units, config, tokens, layer_tokens)
+
     def plan(self, units: Sequence[Unit], config: Any, leaving_bytes: int) -> DevicePlan | None:
         """Plan the device's memory, or return None for the CPU. `leaving_bytes` in use now will be free.
 
@@ -101,11 +120,7 @@ class Computing:
         """
         if self.device is None:
             return None
-        tokens = layer_tokens = None
-        if self.options.batch_tokens is not None:
-            sequences, length = pair_of(self.options.batch_tokens)
-            tokens = sequences * length
-            layer_tokens = length * min(sequences, self.options.micro_batch_size or sequences)
+        tokens, layer_tokens = self._tokens()
         free, total = self.device.memory()
         free += leaving_bytes
         plan = make_device_plan(

@@ -76,7 +76,15 @@ def open_session(
     units = units_of(computing)
     on_device = computing.device is not None
     threads = update_threads(on_device, options.tuning.get("compute_threads"))
-    plan, automatic = plan_for(units, options.host_memory, options.host_memory_max, options.update, on_device, threads)
+    plan, automatic = plan_for(
+        units,
+        options.host_memory,
+        options.host_memory_max,
+        options.update,
+        on_device,
+        threads,
+        computing.inputs(units, getattr(model, "config", None)),
+    )
     membership = None
     if ranks is not None:
         membership = over_ranks.join(ranks) if resumes is None else Membership(ranks, resumes["ranks"]["run"])

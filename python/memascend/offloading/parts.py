@@ -51,7 +51,8 @@ def open_within_limits(
                 raise
             most = None if plan.most is None else plan.most.budget
             half = max(plan.smallest_bytes, plan.total // 2)
-            smaller = make_plan(units, half, most, plan.update, plan.on_device, plan.update_threads)
+            made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
+            smaller = make_plan(units, half, most, *made_for)
             _log.info("%s: trying %s", error, format_size(smaller.total))
             plan = smaller
     if plan is not wanted:

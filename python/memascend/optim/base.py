@@ -230,8 +230,8 @@ class OffloadedOptimizer(Optimizer):
         into account, `step` and `zero_grad` forget it, and a new gradient does not have it.
         """
         with self._turn("unscaling gradients"), as_held():
-            homes = (home for home in self._homes_with_gradient() if home.unscaled_by_update)
-            return self._factors.unscale(homes, inv_scale)
+            homes = [home for home in self._homes_with_gradient() if home.unscaled_by_update]
+            return self._factors.unscale(homes, inv_scale, self._homes.gradient_stats)
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their 2-norm is at most `max_norm`, in the next `step`.
@@ -240,7 +240,8 @@ class OffloadedOptimizer(Optimizer):
         same for offloaded and ordinary parameters. Not finite when a gradient overflowed.
         """
         with self._turn("clip_grad_norm_"), as_held():
-            norm = self._factors.clip(self._homes_with_gradient(), max_norm, error_if_nonfinite)
+            homes = self._homes_with_gradient()
+            norm = self._factors.clip(homes, max_norm, error_if_nonfinite, self._homes.gradient_stats)
         return torch.tensor(norm, dtype=torch.float32)
 
     @torch.no_grad()

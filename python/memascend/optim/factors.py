@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
     from memascend.optim.homes import Home
+
+    #: Returns the sum of squares of each gradient and whether it is not finite, as `Homes.gradient_stats` does.
+    Measure = Callable[[Sequence[Home]], list[tuple[float, bool]]]
 
 
 class GradientFactors:
@@ -50,17 +53,16 @@ class GradientFactors:
             )
         return factor if unchanged else home.gradient_factor
 
-    def unscale(self, homes: Iterable[Home], inv_scale: float) -> bool:
+    def unscale(self, homes: list[Home], inv_scale: float, measure: Measure) -> bool:
         """Set the factor of every gradient to `inv_scale`; returns whether one of them is not finite."""
-        any_non_finite = False
         for home in homes:
             home.take_gradient()
-            _, non_finite = home.gradient_stats()
-            any_non_finite = any_non_finite or non_finite
+        stats = measure(homes)
+        for home in homes:
             self._factors[home.parameter] = _GradientVersion(home), inv_scale * home.gradient_factor
-        return any_non_finite
+        return any(non_finite for _, non_finite in stats)
 
-    def clip(self, homes: list[Home], max_norm: float, error_if_nonfinite: bool) -> float:
+    def clip(self, homes: list[Home], max_norm: float, error_if_nonfinite: bool, measure: Measure) -> float:
         """Multiply all factors so that the 2-norm of the gradients is at most `max_norm`.
 
         Returns the norm before: the square root of a sum of squares, in fp64 and in the order of `homes`. It is NaN
@@ -70,9 +72,9 @@ class GradientFactors:
         factors: dict[nn.Parameter, float] = {}
         for home in homes:
             home.take_gradient()
-            factor = factors[home.parameter] = self.of(home)
-            squares, non_finite = home.gradient_stats()
-            sum_squares += squares * factor**2
+            factors[home.parameter] = self.of(home)
+        for home, (squares, non_finite) in zip(homes, measure(homes), strict=True):
+            sum_squares += squares * factors[home.parameter] ** 2
             finite = finite and not non_finite
         norm = math.sqrt(sum_squares) if finite else math.nan
         if error_if_nonfinite and not math.isfinite(norm):

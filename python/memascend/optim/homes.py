@@ -17,21 +17,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memascend._memascend import gradient_stats
 from memascend.durable.protocols import Optimizer
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in
+from memascend.optim.host_copies import HostCopies, Operands
 from memascend.optim.room import allocate_states, free_unused_states, make_room, missing_planes
-from memascend.optim.schedule import Operands
 from memascend.optim.states import load_states, read_states
 from memascend.optim.stored_state import NUMBERS, StoredState
 from memascend.residency.updates import Segment
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -64,6 +63,10 @@ class Homes:
         self.numbers: dict[nn.Parameter, int] = {}
         #: The rule of the last step taken on each parameter.
         self.rules: dict[nn.Parameter, Rule] = {}
+        #: Where gradients and weights of a device pass through host memory.
+        self.copies = HostCopies()
+        #: Weights and gradients of a device that a step has in host memory before it is carried out.
+        self.brought: dict[nn.Parameter, Operands] = {}
 
     @property
     def optimizer(self) -> StateOwner:
@@ -105,6 +108,21 @@ class Homes:
         if room.on_own_store:
             assert self.own_stores is not None
             self.own_stores.reserve(room.on_own_store)
+
+    def bring(self, homes: Iterable[tuple[Home, bool]]) -> None:
+        """Copy weights and gradients of a device to host memory, for updates on a store of the optimizer's own.
+
+        Beside each home stands whether something is found from the whole gradient before the update.
+        """
+        away = [home for home, whole in homes if home.gradient_is_away and (whole or isinstance(home, OnStore))]
+        operands = self.copies.operands([(home.parameter, home.check_gradient()) for home in away])
+        self.brought = {each.parameter: each for each in operands}
+
+    def gradient_stats(self, homes: Sequence[Home]) -> list[tuple[float, bool]]:
+        """Return what `Home.gradient_stats` does of each, with one wait for many gradients of a device."""
+        away = [home for home in homes if home.gradient_is_away]
+        measured = dict(zip(away, self.copies.stats([home.check_gradient() for home in away]), strict=True))
+        return [measured[home] if home in measured else home.gradient_stats() for home in homes]
 
     def flush(self) -> None:
         """Apply deferred updates, and wait until all states are on the drives."""
@@ -253,6 +271,11 @@ class Home(ABC):
                 f"{parameter.device}: they must be alike"
             )
         return gradient
+
+    @property
+    def gradient_is_away(self) -> bool:
+        """Whether the gradient is a tensor of a device, which is measured in host memory."""
+        return False
 
     # ---- questions that each home answers ----------------------------------------------------------
 
@@ -520,10 +543,14 @@ class _Ordinary(Home):
         self.check()
         self.check_gradient()
 
+    @property
+    def gradient_is_away(self) -> bool:
+        """Whether the parameter, and therefore its gradient, is on a device."""
+        return self.parameter.device.type != "cpu"
+
     def gradient_stats(self) -> tuple[float, bool]:
         """Measure the gradient."""
-        gradient = self.check_gradient().detach().cpu().contiguous()
-        return gradient_stats(DTYPE_NAMES[gradient.dtype], gradient.numel(), gradient.data_ptr())
+        return self.homes.copies.stats([self.check_gradient()])[0]
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Do nothing: the gradient is `parameter.grad` itself."""
@@ -532,9 +559,14 @@ class _Ordinary(Home):
         """Do nothing: the states of earlier steps are where they were."""
 
     def operands(self) -> Operands:
-        """Return weight and gradient in one piece on the CPU, where the kernels are."""
-        gradient = self.check_gradient().detach().cpu().contiguous()
-        return Operands(self.parameter, self.parameter.detach().cpu().contiguous(), gradient)
+        """Return weight and gradient as they are on a device, or in one piece in host memory."""
+        brought = self.homes.brought.pop(self.parameter, None)
+        if brought is not None:
+            return brought
+        weight, gradient = self.parameter.detach(), self.check_gradient().detach()
+        if self.gradient_is_away:
+            return Operands(self.parameter, weight, gradient)
+        return Operands(self.parameter, weight.contiguous(), gradient.contiguous())
 
     def count(self, rule: Rule) -> None:
         """Note that a step was taken."""
@@ -637,7 +669,8 @@ class InMemory(_Ordinary):
 
     def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs within the step, in memory."""
-        operands, state = self.operands(), self.state
-        segment = Segment(0, self.parameter.numel(), rule, scalars, fresh, operands.addresses)
-        schedule.add_in_memory(segment, [state[plane.name] for plane in rule.planes], operands)
+        operands, states = self.operands(), [self.state[plane.name] for plane in rule.planes]
+        host = operands.addresses if operands.weight.device.type == "cpu" else None
+        segment = Segment(0, self.parameter.numel(), rule, scalars, fresh, host)
+        schedule.add_in_memory(segment, states, operands)
         return segment

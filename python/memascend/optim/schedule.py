@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from memascend._memascend import step_host
+from memascend.optim.host_copies import HostCopies, Operands, write_back
 from memascend.residency.updates import Update
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
-
     from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.offloading.session import Session
     from memascend.optim.own_store import StatesStore
     from memascend.residency.updates import Segment
-
-
-@dataclass(slots=True)
-class Operands:
-    """Weight and gradient of an ordinary parameter as the kernels take them: contiguous and on the CPU."""
-
-    parameter: nn.Parameter
-    #: The parameter's own memory, or a copy if it is not contiguous or not on the CPU.
-    weight: torch.Tensor
-    gradient: torch.Tensor
-
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Addresses of the weight and of the gradient."""
-        return self.weight.data_ptr(), self.gradient.data_ptr()
-
-    def copy_back(self) -> None:
-        """Write the updated weight to the parameter, if `weight` is a copy."""
-        if self.weight.data_ptr() != self.parameter.data_ptr():
-            self.parameter.detach().copy_(self.weight)
 
 
 class Schedule:
@@ -71,7 +49,10 @@ class Schedule:
         self._store_operands.append(operands)
 
     def add_in_memory(self, segment: Segment, states: list[torch.Tensor], operands: Operands) -> None:
-        """Add the update of an ordinary parameter whose `states`, one per plane of the rule, are in memory."""
+        """Add the update of an ordinary parameter whose `states`, one per plane of the rule, are in memory.
+
+        The operands may be on a device: they are copied when the update runs.
+        """
         self._in_memory.append((segment, states, operands))
 
     @property
@@ -91,25 +72,32 @@ class Schedule:
             for unit, updates in units.items():
                 session.streamer.updates.defer(unit, list(updates.values()))
 
-    def run(self) -> None:
-        """Carry out the updates of ordinary parameters."""
-        for segment, states, operands in self._in_memory:
-            weight, gradient = operands.addresses
-            step_host(
-                segment.rule,
-                segment.numel,
-                weight,
-                [state.data_ptr() for state in states],
-                gradient,
-                segment.scalars,
-                torch.get_num_threads(),
-                segment.factors,
-            )
-            operands.copy_back()
+    def run(self, copies: HostCopies) -> None:
+        """Carry out the updates of ordinary parameters; those on a device go through `copies`."""
+        waiting = iter(self._in_memory)
+        for group in copies.groups([(operands.weight, operands.gradient) for _, _, operands in self._in_memory]):
+            for weight, gradient in group:
+                segment, states, there = next(waiting)
+                operands = Operands(there.parameter, weight, gradient)
+                _update(segment, states, operands)
+                operands.copy_back()
         for store, updates in self._on_stores.items():
             store.run(list(updates.values()))
-        for operands in self._store_operands:
-            operands.copy_back()
+        write_back(self._store_operands)
+
+
+def _update(segment: Segment, states: list[torch.Tensor], operands: Operands) -> None:
+    weight, gradient = operands.addresses
+    step_host(
+        segment.rule,
+        segment.numel,
+        weight,
+        [state.data_ptr() for state in states],
+        gradient,
+        segment.scalars,
+        torch.get_num_threads(),
+        segment.factors,
+    )
 
 
 def _add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:

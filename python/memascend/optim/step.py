@@ -96,7 +96,9 @@ class Step:
         """Return whether the policy leaves the step out. Raises MemascendError if the policy is to raise."""
         if self._nonfinite == "propagate":
             return False
-        home = next((part.home for part in self._parts if part.home.gradient_stats()[1]), None)
+        homes = [part.home for part in self._parts]
+        stats = self._homes.gradient_stats(homes)
+        home = next((home for home, (_, non_finite) in zip(homes, stats, strict=True) if non_finite), None)
         if home is None:
             return False
         if self._nonfinite == "raise":
@@ -122,6 +124,8 @@ class Step:
         self._homes.make(room)
         for part in self._parts:
             part.home.take_in(part.rule)
+        whole = self._algorithm.factor_options
+        self._homes.bring((part.home, whole(part.group) is not None) for part in self._parts)
         for part in self._parts:
             self._add_work(part, schedule)
         schedule.let_go()
@@ -164,6 +168,6 @@ class Step:
         for part in self._parts:
             part.home.count(part.rule)
         self._factors.clear()
-        schedule.run()
+        schedule.run(self._homes.copies)
         for session in dict.fromkeys([*self._early.confirmed(self._ahead), *schedule.sessions]):
             session.stepped(self._homes.optimizer)

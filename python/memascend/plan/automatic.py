@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Unit
     from memascend.machine.limits import Bound
-    from memascend.plan.host import Plan
+    from memascend.plan.host import Inputs, Plan
 
 #: Of the addresses that this process may reserve, the share that an arena may.
 ADDRESSES_SHARE = 3 / 4
@@ -50,23 +50,24 @@ def plan_for(
     update: str = "forward",
     on_device: bool = False,
     threads: int = 1,
+    inputs: Inputs | None = None,
 ) -> tuple[Plan, bool]:
     """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
 
-    None is the least budget that works; `update`, `on_device` and `threads` are as in `make_plan`. Raises BudgetError
+    None is the least budget that works; the other arguments are as in `make_plan`. Raises BudgetError
     as `make_plan` does, ValueError unless it is a size or "auto".
     """
     most = None if host_memory_max is None else parse_size(host_memory_max)
     if host_memory is None:
-        return smallest_plan(units, most, update, on_device, threads), False
+        return smallest_plan(units, most, update, on_device, threads, inputs), False
     if host_memory != AUTO:
-        return make_plan(units, parse_size(host_memory), most, update, on_device, threads), False
+        return make_plan(units, parse_size(host_memory), most, update, on_device, threads, inputs), False
     if most is None:
-        most = _most(units, update, on_device, threads)
-    least = smallest_plan(units, most, update, on_device, threads).total
+        most = _most(units, update, on_device, threads, inputs)
+    least = smallest_plan(units, most, update, on_device, threads, inputs).total
     left = min((bound.left - bound.reserve for bound in limits.memory_bounds()), default=most)
     # The need of a step beside the plan is not known yet.
-    return make_plan(units, min(most, max(least, left // 2)), most, update, on_device, threads), True
+    return make_plan(units, min(most, max(least, left // 2)), most, update, on_device, threads, inputs), True
 
 
 def least_of(units: Sequence[Unit]) -> Plan:
@@ -74,12 +75,18 @@ def least_of(units: Sequence[Unit]) -> Plan:
     return smallest_plan(units, _most(units))
 
 
-def _most(units: Sequence[Unit], update: str = "forward", on_device: bool = False, threads: int = 1) -> int:
+def _most(
+    units: Sequence[Unit],
+    update: str = "forward",
+    on_device: bool = False,
+    threads: int = 1,
+    inputs: Inputs | None = None,
+) -> int:
     """Return the largest budget that a run can use, or that the machine has, with limits that may be raised later."""
-    unlimited = make_plan(units, 1 << 62, 1 << 62, update, on_device, threads)
+    unlimited = make_plan(units, 1 << 62, 1 << 62, update, on_device, threads, inputs)
     usable = unlimited.total + HEAP_BYTES
     machine = min(limits.total_memory(), int(limits.address_space_left() * ADDRESSES_SHARE))
-    return max(min(usable, machine), smallest_plan(units, usable, update, on_device, threads).total)
+    return max(min(usable, machine), smallest_plan(units, usable, update, on_device, threads, inputs).total)
 
 
 def held_by(plan: Plan) -> int:

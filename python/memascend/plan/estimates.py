@@ -18,7 +18,14 @@ scratch of matrix products and of attention, the allocator's holes, Python and a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from memascend.plan.host import Inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.layout.units import Unit
 
 #: Tensors of equal size: (bytes of one, how many).
 Tensors = list[tuple[int, int]]
@@ -108,6 +115,19 @@ class Shape:
     def logits_bytes(self, tokens: int) -> int:
         """Return the bytes of `logits_tensors`."""
         return _sum(self.logits_tensors(tokens))
+
+
+def waiting_inputs(units: Sequence[Unit], config: Any, tokens: int, layer_tokens: int | None = None) -> Inputs | None:
+    """Return the inputs of recomputed layers of a pass over `tokens`; None if the model's widths are unknown.
+
+    A repeated layer computes `layer_tokens` of them at once, of slices of the batch; None is all.
+    """
+    shape = Shape.of(config)
+    repeated = next((unit for unit in units if unit.repeated), None)
+    if shape is None or repeated is None:
+        return None
+    layer_tokens = tokens if layer_tokens is None else layer_tokens
+    return Inputs(layer_tokens * shape.hidden * repeated.tensors[0].dtype.itemsize, -(-tokens // layer_tokens))
 
 
 def _sum(tensors: Tensors) -> int:

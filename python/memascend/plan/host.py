@@ -105,6 +105,20 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of repeated layers that wait in host memory from the forward pass to the backward pass."""
+
+    #: Bytes of one: of a layer, or of a slice of the batch that goes through a layer.
+    nbytes: int
+    #: Those of one layer.
+    per_layer: int = 1
+
+    def chunks(self, chunk_bytes: int) -> int:
+        """Return the chunks that one layer's inputs take."""
+        return -(-self.nbytes // chunk_bytes) * self.per_layer
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes that stay where a budget changes."""
 
@@ -155,6 +169,8 @@ class Plan:
     on_device: bool = False
     #: Threads that run the kernels of updates.
     update_threads: int = 1
+    #: Inputs of layers that are to stay in host memory, where they are known.
+    inputs: Inputs | None = None
     #: For a budget that may change: the plan of the largest, for whose buffers addresses are reserved.
     most: Plan | None = None
 
@@ -208,22 +224,24 @@ def make_plan(
     update: str = "forward",
     on_device: bool = False,
     threads: int = 1,
+    inputs: Inputs | None = None,
 ) -> Plan:
     """Size the pool for `units`: first the needs, then where a spare byte saves most.
 
     With `most`, the budget may change later, up to that: see `replan`. `update` is as in `memascend.options`, and
-    `threads` threads carry it out; `on_device` says that a device makes the gradients.
+    `threads` threads carry it out; `on_device` says that a device makes the gradients. `inputs` of layers are kept off
+    the SSD beside the gradients, as far as the budget has room.
 
     Raises BudgetError, with the smallest budget that works, when `budget` is too small.
     """
     if most is None:
-        return _plan(units, budget, update, on_device, threads)
+        return _plan(units, budget, update, on_device, threads, inputs)
     if most < budget:
         raise BudgetError(
             f"host_memory_max is {format_size(most)}, less than the {format_size(budget)} of host_memory", budget
         )
-    plan = _plan(units, budget, update, on_device, threads, elastic=True)
-    plan.most = _plan(units, most, update, on_device, threads, elastic=True, sizes=_sizes_of(plan))
+    plan = _plan(units, budget, update, on_device, threads, inputs, elastic=True)
+    plan.most = _plan(units, most, update, on_device, threads, inputs, elastic=True, sizes=_sizes_of(plan))
     return plan
 
 
@@ -240,9 +258,8 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
             "was opened with",
             plan.smallest_bytes,
         )
-    changed = _plan(
-        units, budget, plan.update, plan.on_device, plan.update_threads, elastic=True, sizes=_sizes_of(plan)
-    )
+    made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
+    changed = _plan(units, budget, *made_for, elastic=True, sizes=_sizes_of(plan))
     changed.most = plan.most
     return changed
 
@@ -257,13 +274,14 @@ def _plan(
     update: str,
     on_device: bool,
     threads: int,
+    inputs: Inputs | None,
     *,
     elastic: bool = False,
     sizes: Sizes | None = None,
 ) -> Plan:
     """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks and slots of `sizes`."""
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    plan = Plan(budget, update=update, on_device=on_device, update_threads=threads)
+    plan = Plan(budget, update=update, on_device=on_device, update_threads=threads, inputs=inputs)
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed and tensor.trained:
@@ -294,8 +312,8 @@ def _plan(
     by_turns = classes if elastic else classes_by_turns(units, parts_bytes)
     apart, together = (sum(kind.line.total for kind in planned) for planned in (classes, by_turns))
     smallest = sizes or Sizes(CHUNK_ELEMENTS_MIN, UPDATE_SLOTS)
-    least = plan.total + _transfer_bytes(tensors, smallest.chunk_elements, STAGING_CHUNKS, smallest.slots)
-    plan.overlap_bytes = plan.total + _transfer_bytes(tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
+    least = plan.total + _transfer_bytes(plan, tensors, smallest.chunk_elements, STAGING_CHUNKS, smallest.slots)
+    plan.overlap_bytes = plan.total + _transfer_bytes(plan, tensors, CHUNK_ELEMENTS_MAX, STAGING_CHUNKS) + apart
     plan.smallest_bytes = least + min(apart, together)
     if together < apart and budget < least + apart:
         plan.by_turns, classes = True, by_turns
@@ -312,12 +330,7 @@ def _plan(
             kind.line.count += 1
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
     # read, so it comes second.
-    waiting = [tensor for tensor in tensors if tensor.trained and not tensor.packed and tensor not in early]
-    wanted = sum(-(-tensor.numel // plan.chunk_elements) for tensor in waiting)
-    if on_device and early:
-        # With room for the gradients of one unit, the device is free of them while their updates run.
-        wanted += max(sum(-(-t.numel // plan.chunk_elements) for t in u.tensors if t in early) for u in units)
-    plan.kept.count = min(wanted, spare // plan.kept.nbytes)
+    plan.kept.count = min(_kept_chunks(plan, units, tables, early), spare // plan.kept.nbytes)
     spare -= plan.kept.total
     for kind in classes:
         size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
@@ -348,6 +361,30 @@ def _plan(
         plan.blocks.count = 0
     _keep_states(plan, tensors)
     return plan
+
+
+def _kept_chunks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit], early: Sequence[StoreTensor]) -> int:
+    """Return the chunks with which no gradient and no input of a layer goes to the SSD.
+
+    A layer's update frees its gradients in the forward pass, from the first layer to the last, as inputs come. A
+    device's first input comes before the first update has ended; after the last the tables' gradients may be there.
+    """
+
+    def chunks(tensors: Sequence[StoreTensor]) -> int:
+        return sum(-(-tensor.numel // plan.chunk_elements) for tensor in tensors)
+
+    def waiting(of: Sequence[Unit]) -> list[list[StoreTensor]]:
+        return [[t for t in unit.tensors if t.trained and not t.packed and t not in early] for unit in of]
+
+    layers, vocabulary = [chunks(unit) for unit in waiting(units)], sum(map(chunks, waiting(tables)))
+    wanted = sum(layers) + vocabulary
+    if plan.inputs is not None:
+        one = plan.inputs.chunks(plan.kept.nbytes)
+        wanted = max(wanted + one, vocabulary + max(layers, default=0) + one * sum(unit.repeated for unit in units))
+    if plan.on_device and early:
+        # With room for the gradients of one unit, the device is free of them while their updates run.
+        wanted += max(chunks([tensor for tensor in unit.tensors if tensor in early]) for unit in units)
+    return wanted
 
 
 def _add_exchange(plan: Plan, units: Sequence[Unit], packed: dict[int, int]) -> None:
@@ -498,12 +535,13 @@ def smallest_plan(
     update: str = "forward",
     on_device: bool = False,
     threads: int = 1,
+    inputs: Inputs | None = None,
 ) -> Plan:
     """Return the plan with the least budget that works; the other arguments are as in `make_plan`."""
     try:
-        return make_plan(units, 1, most, update, on_device, threads)
+        return make_plan(units, 1, most, update, on_device, threads, inputs)
     except BudgetError as error:
-        return make_plan(units, error.smallest_bytes, most, update, on_device, threads)
+        return make_plan(units, error.smallest_bytes, most, update, on_device, threads, inputs)
 
 
 def make_states_plan(unit: Unit, budget: int | None, threads: int = 1) -> Plan:
@@ -514,7 +552,7 @@ def make_states_plan(unit: Unit, budget: int | None, threads: int = 1) -> Plan:
     plan = Plan(1 << 62 if budget is None else budget, update_threads=threads)
     _add_bookkeeping(plan, [unit])
     # Weights and gradients stay where they are; staging is for `state_dict` alone.
-    plan.smallest_bytes = plan.total + _transfer_bytes(unit.tensors, CHUNK_ELEMENTS_MIN, STATES_STAGING_CHUNKS)
+    plan.smallest_bytes = plan.total + _transfer_bytes(plan, unit.tensors, CHUNK_ELEMENTS_MIN, STATES_STAGING_CHUNKS)
     _fit_transfers(plan, unit.tensors, STATES_STAGING_CHUNKS)
     if budget is not None:
         _keep_states(plan, unit.tensors)
@@ -531,9 +569,9 @@ def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
 
 
 def _transfer_bytes(
-    tensors: Sequence[StoreTensor], chunk_elements: int, staging: int, slots: int = UPDATE_SLOTS
+    plan: Plan, tensors: Sequence[StoreTensor], chunk_elements: int, staging: int, slots: int = UPDATE_SLOTS
 ) -> int:
-    chunk_elements = min(chunk_elements, _largest_chunk(tensors))
+    chunk_elements = min(chunk_elements, _largest_chunk(plan, tensors))
     slots = slots if _are_updated(tensors) else 0
     return chunk_elements * (_update_bytes(tensors) * slots + _staged_bytes(tensors) * staging)
 
@@ -556,8 +594,10 @@ def _update_bytes(tensors: Sequence[StoreTensor]) -> int:
     return UPDATE_BYTES_PER_ELEMENT + weights
 
 
-def _largest_chunk(tensors: Sequence[StoreTensor]) -> int:
-    """Return the elements of a chunk that holds the largest trained tensor whole."""
+def _largest_chunk(plan: Plan, tensors: Sequence[StoreTensor]) -> int:
+    """Return the elements of a chunk that holds the largest trained tensor whole, or of any chunk of an input."""
+    if plan.inputs is not None:
+        return CHUNK_ELEMENTS_MAX
     return round_up(max((tensor.numel for tensor in tensors if tensor.trained), default=1), CHUNK_ELEMENTS_MIN)
 
 
@@ -577,7 +617,7 @@ def _fit_transfers(plan: Plan, tensors: Sequence[StoreTensor], staging: int, siz
         plan.staging = Line("staging", nbytes, staging, "gradients and activations on the move")
         plan.kept = Line("kept off the SSD", nbytes, 0, "gradients, activations of recomputed layers")
 
-    largest = min(_largest_chunk(tensors), CHUNK_ELEMENTS_MAX) if sizes is None else 0
+    largest = min(_largest_chunk(plan, tensors), CHUNK_ELEMENTS_MAX) if sizes is None else 0
     for elements in range(largest, CHUNK_ELEMENTS_MIN, -CHUNK_ELEMENTS_MIN):
         size(elements)
         if _transfers_left(plan) >= 0:
