@@ -45,6 +45,7 @@ HOLDING = (
     "python/memascend/ranks",
     "python/memascend/report",
     "python/memascend/residency",
+    "python/memascend/runs",
     "python/memascend/vocabulary",
     "tests/durable",
     "tests/formats",
