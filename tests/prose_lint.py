@@ -37,6 +37,7 @@ HOLDING = (
     "examples",
     "python/memascend/durable",
     "python/memascend/formats",
+    "python/memascend/integrations",
     "python/memascend/kernels",
     "python/memascend/layout",
     "python/memascend/machine",
