@@ -30,6 +30,9 @@ DTYPES = ("auto", "bfloat16", "float32")
 #: A type of weights that only files of llama.cpp have, and what --dtype of an export takes.
 QUANTISED = "q8_0"
 WEIGHTS_DTYPES = ("bfloat16", "float16", "float32", QUANTISED)
+#: What --boundaries takes, and the longest sequences that have them unasked: masks grow with the square of the length.
+BOUNDARIES = ("auto", "on", "off")
+BOUNDARIES_TOKENS_MAX = 2048
 #: What --report-to takes.
 REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
 _MICRO_BATCH = (
@@ -232,6 +235,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--loss-on", text, choices=("completion", "all"), default="completion")
     text = "one document a sequence, cut off or padded, instead of documents end to end"
     training.add_argument("--no-packing", help=text, action="store_true")
+    text = (
+        "whether documents that lie end to end are apart in attention: on, off (each sees those before it in its "
+        "sequence), or auto, on where the model's masks come from position ids and sequences have at most "
+        f"{BOUNDARIES_TOKENS_MAX:,} tokens"
+    )
+    add("--boundaries", text, choices=BOUNDARIES, default="auto")
     text = "highest learning rate (default: 2e-05, and 0.0002 with --lora-rank)"
     training.add_argument("--lr", help=text, type=_rate, metavar="X")
     text = (
@@ -316,7 +325,8 @@ def _add_plan(subcommands: Any) -> None:
     add = parser.add_argument
     text = "a Hugging Face model directory, the path of a config.json, or the id of a model on the hub (org/name)"
     add("model", type=Path, metavar="MODEL", help=text)
-    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use, such as 8GiB or 500MB")
+    text = "the most host memory to use, such as 8GiB or 500MB; auto: that with which a run would begin here now"
+    add("--host-memory", type=_size_or_auto, metavar="SIZE", help=text)
     add("--seq-len", type=_at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
     text = "sequences per forward pass (default: %(default)s)"
     add("--batch-size", type=_positive, default=1, metavar="N", help=text)

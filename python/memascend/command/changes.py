@@ -52,6 +52,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
         "processes": 1,
         "micro_batch_size": None,
         "tile_tokens": None,
+        "boundaries": "off",
     } | before  # A run of before there could be others.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:

@@ -24,6 +24,7 @@ import memascend
 from memascend._memascend import KeptStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
+from memascend.command.boundaries import with_boundaries
 from memascend.command.data import ByteTokenizer, Tokenizer, load_tokenizer
 from memascend.command.data.show import shown
 from memascend.command.dtypes import choose_dtype
@@ -97,6 +98,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     config = load_config(settings.model_dir, settings.dequantize)
     progress, entries = _progress_before(settings)
     settings = _with_dtype(settings, config, progress)
+    settings = with_boundaries(settings, config, progress.get("settings", {}))
     vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
@@ -264,6 +266,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         ranks=settings.processes,
         micro_batch_size=settings.micro_batch_size,
         tile_tokens=settings.tile_tokens,
+        boundaries=settings.has_boundaries,
     )
     period = parse_durability(settings.durability)
     work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.

@@ -117,6 +117,7 @@ class Reader:
                 vocab_size=self._vocab_size,
                 tokens_max=tokens_max,
                 packing=settings.packing,
+                boundaries=settings.has_boundaries,
                 loss_on_all=settings.loss_on == "all",
                 part=part,
                 progress=lambda done, _total: bar.update(done),

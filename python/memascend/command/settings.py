@@ -62,6 +62,7 @@ class Settings:
     show_data: int | None = None  # sequences that are printed before the training
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
+    boundaries: str = "auto"  # on: packed documents do not see each other; off: each sees those before it
     evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
     eval_steps: int | None = None  # between evaluations; None is a tenth of the run
     dequantize: bool = False  # read quantised weights into the store in `dtype`
@@ -98,6 +99,11 @@ class Settings:
     def tokenizer_dir(self) -> Path:
         """Where the tokenizer is."""
         return self.tokenizer or self.model_dir
+
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether packed documents are apart in attention; `command.boundaries` settles "auto" before."""
+        return self.packing and self.boundaries == "on"
 
     @property
     def sequences_per_step(self) -> int:
@@ -141,7 +147,7 @@ class Settings:
                 "weight_decay",
             ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
-            *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
+            *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "processes"),
         )
         return {name: getattr(self, name) for name in names} | {
             "eval": self.held_out,

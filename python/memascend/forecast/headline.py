@@ -19,6 +19,11 @@ UNITS = (("days", 86400, 360000), ("h", 3600, 3600), ("min", 60, 60), ("s", 1, 0
 def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
     """Return the lines on what `forecast` returned; `free_bytes` are those of the drives that will have the store."""
     lines = [_fit(prediction, free_bytes), _step(prediction), _run(prediction)]
+    if (memory := prediction["host_memory"])["automatic"]:
+        lines.append(
+            f"--host-memory auto begins with {format_size(memory['budget_bytes'])} here now, and follows what the "
+            "machine leaves"
+        )
     room = prediction["whole"]["available_bytes"]
     possible = [lever for lever in prediction["endurance"]["savings"] if (lever["budget_bytes"] or 0) <= room]
     if possible:

@@ -1,6 +1,7 @@
 """Documents to token ids, marked where they are not trained on.
 
-An id that is not trained on is kept as -1 - id, so that a file of tokens has the labels too.
+An id that is not trained on is kept as -1 - id, so that a file of tokens has the labels too. The id with which a
+document begins has the bit `BEGINS` besides, where packed documents are apart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from memascend.command.data.tokens import Tokenizer
 
 #: What the loss of a token that is not trained on is told by.
 IGNORED = -100
+#: Larger than any token id.
+BEGINS = 1 << 30
 #: What is trained on.
 Document = Text | Completion | Chat | Instruction
 
@@ -54,7 +57,19 @@ def largest(ids: Iterable[int]) -> int:
 def unmarked(marked_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and labels, int64, of the shape of the marked ids."""
     wide = marked_ids.long()
-    return torch.where(wide < 0, -1 - wide, wide), torch.where(wide < 0, IGNORED, wide)
+    return torch.where(wide < 0, (-1 - wide) % BEGINS, wide), torch.where(wide < 0, IGNORED, wide)
+
+
+def begun(marked_id: int) -> int:
+    """Mark an id as the first of its document. It is not trained on: the tokens before it are another document's."""
+    return -1 - ((marked_id if marked_id >= 0 else -1 - marked_id) | BEGINS)
+
+
+def positions(marked_ids: torch.Tensor) -> torch.Tensor:
+    """Return the position of each id in its document, or in the part of it that the sequence has: int64, from 0 on."""
+    indices = torch.arange(len(marked_ids))
+    begins = torch.where(-1 - marked_ids.long() >= BEGINS, indices, 0)
+    return indices - begins.cummax(0).values
 
 
 def _completed(document: Completion, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.command.arguments import parser
+from memascend.command.arguments import BOUNDARIES_TOKENS_MAX, parser
 from memascend.command.data_size import count_tokens
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import explain
@@ -19,7 +19,7 @@ from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.screen import quiet_libraries
 from memascend.command.space import free_bytes
 from memascend.common.progress import USUAL_COLUMNS
-from memascend.common.sizes import counted
+from memascend.common.sizes import AUTO, counted
 from memascend.errors import BudgetError, DataError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
@@ -41,6 +41,8 @@ def plan(chosen: argparse.Namespace) -> int:
     try:
         if chosen.deepspeed is not None:
             return _plan_deepspeed(chosen)
+        if chosen.host_memory == AUTO and (chosen.ranks or 1) > 1:
+            raise DataError("--host-memory auto is of a run in one process: with --ranks give a size for each")
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         config = load_bare_config(chosen.model)
@@ -53,6 +55,7 @@ def plan(chosen: argparse.Namespace) -> int:
             grad_accum=chosen.grad_accum,
             micro_batch_size=chosen.micro_batch_size,
             tile_tokens=chosen.tile_tokens,
+            boundaries=chosen.seq_len <= BOUNDARIES_TOKENS_MAX,  # as `finetune` packs documents by itself
             dtype=choice.dtype,
             dtype_reason=choice.reason,
             budget=chosen.host_memory,

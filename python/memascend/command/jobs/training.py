@@ -92,6 +92,8 @@ def _conflict(settings: Settings) -> str | None:
         return "--eval-steps is of the evaluations of --eval: give that too"
     if not isinstance(settings.evaluation, float) and any(isinstance(one, float) for one in settings.evaluation):
         return "--eval takes one fraction or files: write a file whose name is a number as ./0.1"
+    if settings.boundaries == "on" and not settings.packing:
+        return "--boundaries is of documents that are packed: leave it out with --no-packing"
     if settings.weights and len(settings.weights) != len(settings.data):
         return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
     if settings.weights and isinstance(settings.evaluation, float):
