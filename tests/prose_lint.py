@@ -36,6 +36,7 @@ HOLDING = (
     "crates/memascend-store",
     "examples",
     "python/memascend/durable",
+    "python/memascend/command",
     "python/memascend/formats",
     "python/memascend/integrations",
     "python/memascend/kernels",

@@ -25,15 +25,15 @@ step: go on with --resume, and another --out where there is one already.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
-#: What --dtype takes.
+#: Values of --dtype.
 DTYPES = ("auto", "bfloat16", "float32")
-#: A type of weights that only files of llama.cpp have, and what --dtype of an export takes.
+#: A type of weights that only files of llama.cpp have, and the values of --dtype of an export.
 QUANTISED = "q8_0"
 WEIGHTS_DTYPES = ("bfloat16", "float16", "float32", QUANTISED)
-#: What --boundaries takes, and the longest sequences that have them unasked: masks grow with the square of the length.
+#: Values of --boundaries, and the longest sequences that have them unasked: masks grow with the square of the length.
 BOUNDARIES = ("auto", "on", "off")
 BOUNDARIES_TOKENS_MAX = 2048
-#: What --report-to takes.
+#: Values of --report-to.
 REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
 _MICRO_BATCH = (
     "sequences of a batch that a layer computes at once: all of them go through it while its weights are in memory, so "
@@ -101,9 +101,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_names(whole: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """End the command where `words` has a subcommand or an option that there is none of, naming what is like it.
+    """End the command where `words` has a subcommand or an option that there is none of, naming one like it.
 
-    argparse says first what else is missing, and nothing of what was meant.
+    argparse says first which other arguments are missing, and does not suggest a name.
     """
     commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     if not words or words[0].startswith("-"):
@@ -516,7 +516,7 @@ def _add_chat(subcommands: Any) -> None:
 
 
 def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
-    """Add what the commands that answer have in common."""
+    """Add the options that the commands that answer have in common."""
     text = (
         "a model directory, the id of a model on the hub (org/name), a directory of adapters, or the directories or "
         "raw devices of a store that no run is using"
@@ -659,7 +659,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    """An argparse type: a number that `accept` agrees to."""
+    """Return an argparse type: a number that `accept` agrees to."""
 
     def parse(text: str) -> Any:
         try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def with_boundaries(settings: Settings, config: Any, before: dict[str, Any]) -> Settings:
-    """Replace `auto` by what the model allows, or by what the run `before` has, and say which.
+    """Replace `auto` by the best that the model allows, or by the choice of the run `before`, and say which.
 
     `before` has the settings of the run that goes on; it is empty for a new one.
 

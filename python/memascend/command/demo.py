@@ -94,7 +94,7 @@ def demo(
 
 
 def _model(kind: str) -> Path:
-    """The demo's model directory in the user's cache, written there the first time."""
+    """Return the demo's model directory in the user's cache, written there the first time."""
     cache = cache_directory()
     model_dir = cache / ("random-llama-100M" if kind == "random" else kind)
     if not model_dir.is_dir():
@@ -108,7 +108,7 @@ def _model(kind: str) -> Path:
 
 
 def _sources() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files, to train on and held out."""
+    """Return the standard library's source files, to train on and held out."""
     root = Path(os.__file__).parent
     files = []
     for folder, folders, names in os.walk(root):

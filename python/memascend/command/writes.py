@@ -1,4 +1,4 @@
-"""What a run of the command line will write to its drives: forecast, and said before it begins."""
+"""The bytes that a run of the command line will write to its drives: forecast, and said before it begins."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _CHANGEABLE = ("--host-memory", "--durability")
 def forecast_traffic(
     model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, work: Work, settings: Settings
 ) -> dict[str, Any]:
-    """Return what a step moves, and what a run of `settings` writes, for the first record of the metrics file.
+    """Return the bytes that a step moves and that a run of `settings` writes, for the first record of the metrics file.
 
-    What is read is left out with a device, whose memory is not planned here; with a budget that follows the machine,
+    Bytes read are left out with a device, whose memory is not planned here; with a budget that follows the machine,
     `plan` is the least, and the run writes that at most.
     """
     moved = traffic(model, units, plan, config, work)
@@ -62,7 +62,7 @@ def for_steps(endurance: dict[str, Any], steps: int, *, begins: bool) -> dict[st
 
 
 def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str | None:
-    """Say what share of the drives' rating a run will write, and above `percent` of it what would write less.
+    """Say which share of the drives' rating a run will write, and above `percent` of it which changes would write less.
 
     Without a rating, a run that writes little is not spoken of. A run that goes on cannot have other states.
     """

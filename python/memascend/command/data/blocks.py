@@ -91,7 +91,7 @@ class Blocks:
         return len(self._sequences)
 
     def notes(self) -> list[str]:
-        """What became of documents and sequences that are not trained on as they are, a line for each."""
+        """Return a line for each kind of documents and sequences that are not trained on as they are."""
         notes = []
         if cut_off := self._sequences.cut_off:
             notes.append(f"documents longer than --seq-len {self.seq_len}, which were cut off there: {cut_off}")
@@ -120,9 +120,9 @@ class Blocks:
         return row | {"position_ids": positions(stored)} if self._boundaries else row
 
     def padded(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return rows as a batch, of shape (count, length); -100 labels what is not trained on.
+        """Return rows as a batch, of shape (count, length); -100 labels tokens that are not trained on.
 
-        The length is that of the longest row, rounded up to a multiple of `PADDED_TO`, and at most `seq_len`.
+        The length is the longest row's, rounded up to a multiple of `PADDED_TO`, and at most `seq_len`.
         """
         longest = max(len(row["input_ids"]) for row in rows)
         length = min(self.seq_len, -(-longest // PADDED_TO) * PADDED_TO)

@@ -16,16 +16,16 @@ from memascend.command.data.pieces import PIECE_BYTES
 from memascend.command.data.records import Chat, Completion, Instruction, Text
 from memascend.command.data.tokens import Tokenizer
 
-#: What the loss of a token that is not trained on is told by.
+#: The label of a token that is not trained on.
 IGNORED = -100
 #: Larger than any token id.
 BEGINS = 1 << 30
-#: What is trained on.
+#: A document of any kind.
 Document = Text | Completion | Chat | Instruction
 
 
 def marked(document: Document, tokenizer: Tokenizer, *, loss_on_all: bool) -> Iterator[array[int]]:
-    """Yield the marked ids of a document, with what ends it, in pieces.
+    """Yield the marked ids of a document, with its end, in pieces.
 
     Raises ChatError for a conversation that the tokenizer has no template for, or cannot be rendered.
     """
@@ -50,7 +50,7 @@ def marked(document: Document, tokenizer: Tokenizer, *, loss_on_all: bool) -> It
 
 
 def largest(ids: Iterable[int]) -> int:
-    """The largest id among marked ones."""
+    """Return the largest id among marked ones."""
     return max((token if token >= 0 else -1 - token for token in ids), default=-1)
 
 
@@ -73,7 +73,7 @@ def positions(marked_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _completed(document: Completion, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
-    """The ids of a prompt, and of what follows it: as in one text, if that leaves the prompt's as they are alone."""
+    """Return the ids of a prompt and its completion: as in one text, if that leaves the prompt's as they are alone."""
     prompt = list(tokenizer.encode(document.prompt))
     if len(document.prompt) + len(document.completion) < PIECE_BYTES:
         both = list(tokenizer.encode(document.prompt + document.completion))

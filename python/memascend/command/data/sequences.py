@@ -60,7 +60,7 @@ class Sequences:
             self._held, self._is_cut_off = array("i"), False
 
     def flush(self) -> None:
-        """Have `row` see what was added."""
+        """Have `row` see the ids that were added."""
         with writing(self._scratch):
             self._ids.flush()
             self._ends.flush()
@@ -79,7 +79,7 @@ class Sequences:
         close_quietly(self._ends)
 
     def _end(self, index: int) -> int:
-        """Where a sequence ends, in ids."""
+        """Return the end of a sequence, in ids."""
         return _END.unpack(os.pread(self._ends.fileno(), _END.size, index * _END.size))[0] if index >= 0 else 0
 
     def _write(self, sequence: array[int]) -> None:

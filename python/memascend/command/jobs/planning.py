@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def plan(chosen: argparse.Namespace) -> int:
-    """Show what a run takes."""
+    """Show the needs of a run."""
     quiet_libraries()
     try:
         if chosen.deepspeed is not None:
@@ -112,7 +112,7 @@ def _wrapped(line: str) -> str:
 
 
 def _data(chosen: argparse.Namespace, config: Any) -> dict[str, Any] | None:
-    """The `tokens` of --data that are trained on, `about` where they are estimated, and the `steps` that they take."""
+    """Return the `tokens` of --data that are trained on, `about` where they are estimated, and their `steps`."""
     if chosen.data is None:
         return None
     folder = chosen.model if chosen.model.is_dir() else chosen.model.parent
@@ -125,7 +125,7 @@ def _data(chosen: argparse.Namespace, config: Any) -> dict[str, Any] | None:
 
 
 def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int | None:
-    """The memory of adapters with their gradients and states, or None without --lora-rank."""
+    """Return the memory of adapters with their gradients and states, or None without --lora-rank."""
     if chosen.lora_rank is None:
         return None
     from memascend.command import adapters  # Imports transformers' Trainer.
@@ -135,7 +135,7 @@ def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int 
 
 
 def _processor(chosen: argparse.Namespace, dtype: str) -> dict[str, gpu.Rate] | None:
-    """The rates of this machine's processor, measured now, where a run computes on it."""
+    """Return the rates of this machine's processor, measured now, where a run computes on it."""
     if chosen.gpu is not None or (chosen.ranks or 1) > 1:
         return None
     threads = torch_threads()
@@ -165,7 +165,7 @@ def _plan_deepspeed(chosen: argparse.Namespace) -> int:
 
 
 def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
-    """The GPU to plan for, with its rates, or None.
+    """Return the GPU to plan for, with its rates, or None.
 
     Raises UnmeasuredError, naming the command to run, where a rate is unknown.
     """
@@ -187,14 +187,14 @@ def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
 
 
 def _ssd(chosen: argparse.Namespace) -> gpu.Rate | None:
-    """The rate of the drives, given or measured before, or None."""
+    """Return the rate of the drives, given or measured before, or None."""
     if chosen.ssd is not None and (chosen.ranks or 1) > 1 and chosen.network is None and not chosen.curve:
         raise DataError("--ssd is for the time of a step: over ranks give --network too")
     return gpu.rate_of_drives(chosen.ssd, chosen.store)
 
 
 def _network(chosen: argparse.Namespace) -> gpu.Rate | None:
-    """The rate of the network between the ranks, in bytes per second, or None."""
+    """Return the rate of the network between the ranks, in bytes per second, or None."""
     if chosen.network is None:
         return None
     if (chosen.ranks or 1) == 1:
