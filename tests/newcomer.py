@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = {
     r"^make ": "builds and tests the project itself: continuous integration does",
     r"^pip install": "the environment is made with the wheel and its extras; nothing is on the package index yet",
+    r"^git clone ": "needs a network: this is the clone",
     r"^docker ": "needs Docker and a network",
     r"^ollama ": "needs Ollama",
     r"^(sbatch|srun)|scontrol|^code=|^exit |SLURM": "needs Slurm",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STEPS = 40
+#: Instants at which each signal ends a run: one, and ten in `make soak`.
+INSTANTS = -(-int(os.environ.get("MEMASCEND_KILLS", "6")) // 6)
+SHORT: dict[str, Any] = {"steps": 12, "batch_size": 1}
 
 
 @pytest.fixture
@@ -81,6 +86,54 @@ def test_it_goes_on_after_every_kind_of_end(model_dir: Path, capfd: pytest.Captu
     ]
     assert taken == list(range(1, STEPS + 1))
     assert not [path.name for path in room.iterdir() if path.name.startswith(".out")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run that nothing ended, in `out` beside its model, and the seconds that it took in a process of its own."""
+    room = tmp_path_factory.mktemp("whole")
+    run = words_of(tiny.llama_directory(room, hidden=64), room / "out", room / "store", **SHORT)
+    with lab.Child(room, command, ["--version"]) as child:
+        child.wait()  # from here on processes begin at once
+    begun = time.monotonic()
+    with lab.Child(room, command, run) as child:
+        assert child.wait().code == 0, child.told()
+    return room, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_ended_at_any_instant_it_comes_to_the_same_end(whole: tuple[Path, float], number: signal.Signals) -> None:
+    """The same command with --resume, also where the signal came before the first step, or after the last."""
+    room, seconds = whole
+    seed = os.environ.get("MEMASCEND_SEED", "0")
+    chance = random.Random(f"{seed} {number.name}")
+    codes = []
+    for instant in range(INSTANTS):
+        folder = room / f"{number.name}-{instant}"
+        folder.mkdir()
+        again = [*words_of(room / "llama", folder / "out", folder / "store", **SHORT), "--resume"]
+        after = chance.uniform(0, seconds)
+        with lab.Child(room, command, again) as child:
+            end = time.monotonic() + after
+            while child.alive() and time.monotonic() < end:
+                time.sleep(0.001)
+            if child.alive():
+                os.kill(child.pid, number)
+            ended = child.wait()
+        told = f"seed {seed}, {number.name} {instant} after {after:.3f} s"
+        codes.append(ended.code)
+        assert ended.code in (0, -number, 128 + number) and "Traceback" not in ended.err, f"{told}: {ended.err}"
+        with lab.Child(room, command, again) as child:
+            ended = child.wait()
+        assert ended.code == 0, f"{told}: {ended.err}"
+        files = {name for name in listing(room / "out") if name != "metrics.jsonl"}
+        assert {name for name in listing(folder / "out") if name != "metrics.jsonl"} == files, told
+        for name in files:
+            assert (folder / "out" / name).read_bytes() == (room / "out" / name).read_bytes(), f"{told}: {name}"
+        taken = [one["step"] for one in records(folder / "out" / "metrics.jsonl") if one["record"] == "step"]
+        assert taken == list(range(1, SHORT["steps"] + 1)), told
+        shutil.rmtree(folder)
+    print(f"{number.name}: exit codes {codes}, seed {seed}")
 
 
 def test_a_finished_run_says_so(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,8 @@ def loss_of(model_dir: Path, weights: Path) -> float:
     room = model_dir.parent
     scratch = room / f"scratch-{weights.name}"
     scratch.mkdir()
-    settings = Settings(model_dir=model_dir, data=[], out=room, seq_len=32, evaluation=[room / "other.txt"])
+    chosen: dict[str, Any] = {"seq_len": 32, "evaluation": [room / "other.txt"], "boundaries": "on"}
+    settings = Settings(model_dir=model_dir, data=[], out=room, **chosen)
     reader = Reader(settings, ByteTokenizer(), 256 + 2, scratch)
     _, held_out = reader.divided(reader.documents([room / "documents"]), None, reader.documents([room / "other.txt"]))
     assert held_out is not None

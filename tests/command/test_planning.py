@@ -10,7 +10,9 @@ import tiny
 
 from memascend.command import main
 from memascend.command.data_size import count_tokens
+from memascend.common.sizes import format_size
 from memascend.forecast import forecast, whole
+from memascend.machine import limits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +42,22 @@ def test_a_plan_is_a_few_lines(model_dir: Path, capfd: pytest.CaptureFixture[str
     assert any("%  --batch-size 8 --micro-batch-size 1 (8 times" in lever for lever in named), named
     assert "--details" in last
     assert "drives not counted" in lines(capfd, model_dir)[1] or "SSD" in lines(capfd, model_dir)[1]
+
+
+def test_a_budget_that_follows_the_machine_is_planned_as_a_run_begins(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = as_json(capfd, model_dir)["host_memory"]["total_bytes"]
+    left = 2 * least + (6 << 20)
+    monkeypatch.setattr(limits, "memory_bounds", lambda: [limits.Bound(left, 0, "a test")])
+    found = as_json(capfd, model_dir, "--host-memory", "auto")["host_memory"]
+    assert found["automatic"] and found["budget_bytes"] == left // 2
+    told = lines(capfd, model_dir, "--host-memory", "auto")
+    assert f"--host-memory auto begins with {format_size(left // 2)} here now" in told[3]
+    given = as_json(capfd, model_dir, "--host-memory", "64MiB")["host_memory"]
+    assert given["budget_bytes"] == 64 << 20 and not given["automatic"]
+    assert main.main(["plan", str(model_dir), "--host-memory", "auto", "--ranks", "2"]) == main.BAD_INPUT
+    assert "with --ranks give a size for each" in capfd.readouterr().err
 
 
 def test_it_counts_the_steps_of_the_data(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -27,6 +28,32 @@ def test_the_first_signal_asks_and_the_second_abandons(number: signal.Signals) -
             work_done = True
         assert work_done, "it was put off to the end of the block"
     assert signal.getsignal(number) == before
+
+
+class Finalized:
+    """Calls a function where Python drops exceptions."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call()
+
+
+def test_a_signal_in_a_finalizer_is_not_lost() -> None:
+    reported: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", reported.append)
+        with Interrupts():
+            with pytest.raises(Abandoned):
+                Finalized(lambda: signal.raise_signal(signal.SIGINT))
+                until = time.monotonic() + 10
+                while time.monotonic() < until:
+                    time.sleep(0.01)
+            Finalized(lambda: 1 // 0)
+        assert [type(one.exc_value) for one in reported] == [ZeroDivisionError]
+        Finalized(lambda: 1 // 0)
+        assert len(reported) == 2, "the hook was put back"
 
 
 def test_nohup_is_respected() -> None:

@@ -128,8 +128,23 @@ def test_the_image_runs_the_command_as_an_ordinary_user() -> None:
     assert [name for name, _ in instructions].index("USER") > max(
         number for number, (name, _) in enumerate(instructions) if name == "RUN"
     )
-    copied = dict(instructions)["COPY"].split()[0]
-    assert f"!{copied}" in (EXAMPLES.parent / ".dockerignore").read_text().splitlines()
+
+
+def test_the_image_is_built_from_the_sources_of_the_wheel() -> None:
+    """Those that the Makefile's own wheel is built from, and nothing that .dockerignore leaves out."""
+    root = EXAMPLES.parent
+    lines = (root / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if re.match(r"COPY (?!--from)", line) for name in line.split()[1:-1]}
+    made = re.search(
+        r"^SOURCES := (.*?)\\\n +\$\(shell find (\S+) (\S+) ", (root / "Makefile").read_text(), re.MULTILINE
+    )
+    assert made is not None
+    sources = {*re.sub(r"\$\(wildcard (\S+)\)", r"\1", made[1]).split(), made[2], made[3]}
+    assert copied == sources and all((root / name).exists() for name in copied)
+    ignored = (root / ".dockerignore").read_text().splitlines()
+    assert ignored[1] == "*" and {line[1:] for line in ignored if line.startswith("!")} == copied
+    stages = [line.split() for line in lines if line.startswith("FROM ")]
+    assert [stage[-1] for stage in stages[:-1]] == ["wheel"] and "COPY --from=wheel" in "\n".join(lines)
 
 
 def test_every_example_is_short_and_run() -> None:

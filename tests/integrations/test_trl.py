@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ datasets = needs.package("trl", "datasets")
 trl = needs.package("trl")
 peft = needs.package("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benches"))
+
+import held_out  # noqa: E402
 
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -246,3 +251,17 @@ def test_rewards(tmp_path: Path, kind: str) -> None:
     assert logged(trainer) == logged(expected)
     assert not differing(weights(trainer.model), weights(expected.model))
     memascend.close(trainer.model)
+
+
+def test_held_out_loss_beside_trl_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`memascend finetune` and TRL's own trainer with PyTorch's AdamW learn alike from the same chats in one order."""
+    source = folder_of(tmp_path / "model", max_position_embeddings=256)
+    words = [source, "--steps", "12", "--batch-size", "2", "--lr", "5e-3", "--host-memory", "64MiB"]
+    room = tmp_path / "room"
+    room.mkdir()
+    found = held_out.compare(Path(source), room, held_out.parser().parse_args(words))
+    assert found["trl"] < 0.8 * found["before"]
+    assert found["apart"] <= held_out.APART_MAX / 10, found
+    ours, theirs = found["losses_of_steps"].values()
+    assert len(ours) == len(theirs) == 12
+    assert ours == pytest.approx(theirs, rel=1e-3)

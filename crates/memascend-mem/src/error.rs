@@ -2,14 +2,14 @@
 
 use std::io;
 
-use crate::CudaError;
+use crate::{CudaError, Size};
 
 /// Errors of host memory.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemError {
     /// The operating system refused the memory.
-    #[error("cannot reserve {bytes} bytes of host memory: {source}")]
+    #[error("cannot reserve {} of host memory: {source}", Size::from(*bytes))]
     Reserve {
         /// Bytes asked for.
         bytes: usize,
@@ -18,8 +18,10 @@ pub enum MemError {
     },
     /// The memory could not be locked into RAM.
     #[error(
-        "cannot lock {bytes} bytes of host memory (limit {limit_bytes} bytes): {source}; \
-         raise the limit with `ulimit -l unlimited` or a memlock line in /etc/security/limits.conf"
+        "cannot lock {} of host memory (limit {}): {source}; \
+         raise the limit with `ulimit -l unlimited` or a memlock line in /etc/security/limits.conf",
+        Size::from(*bytes),
+        Size(*limit_bytes)
     )]
     Lock {
         /// Bytes asked for.
@@ -57,7 +59,7 @@ pub enum MemError {
         count_max: usize,
     },
     /// The operating system did not take memory back.
-    #[error("cannot give {bytes} bytes of host memory back: {source}")]
+    #[error("cannot give {} of host memory back: {source}", Size::from(*bytes))]
     GiveBack {
         /// Bytes that were to go.
         bytes: usize,

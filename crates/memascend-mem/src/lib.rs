@@ -9,6 +9,7 @@ mod error;
 mod fork;
 mod malloc;
 mod pool;
+mod size;
 mod sync;
 
 pub use allocator::{
@@ -25,6 +26,7 @@ pub use malloc::{GROWTH_BYTES, keep_large_blocks, return_holes_to_system, return
 pub use pool::{
     ClassAtPeak, ClassPlace, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, SizeClass, Watcher,
 };
+pub use size::Size;
 pub use sync::{LockExt, WaitExt};
 
 /// The granule of every host buffer and every I/O, in bytes. Sizes are rounded up to a multiple of

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use memascend_mem::Size;
+
 use crate::{BlockDeviceError, Operation};
 
 /// Errors of the I/O engines and volumes.
@@ -53,8 +55,10 @@ pub enum IoError {
     },
     /// The directory's filesystem or the device has not enough space.
     #[error(
-        "not enough space in {path}: {needed_bytes} bytes needed, {free_bytes} free; \
-         free some space or add a second --store on another drive"
+        "not enough space in {path}: {} needed, {} free; \
+         free some space or add a second --store on another drive",
+        Size(*needed_bytes),
+        Size(*free_bytes)
     )]
     NoSpace {
         /// The directory or device.

@@ -1,6 +1,6 @@
 """LoRA adapters over a model whose weights stay as they are: made, checked for checkpoints, and gone on with.
 
-The adapters and their optimizer are in memory, so their checkpoints are those of transformers' Trainer, of megabytes.
+The adapters and their optimizer are in memory, so their checkpoints are transformers' Trainer's own, of megabytes.
 They lie in the store's directory until the run has ended.
 """
 
@@ -111,17 +111,17 @@ def _on_experts(adapted: nn.Module) -> list[Any]:
 
 
 def has_checkpoints(settings: Settings) -> bool:
-    """Whether the run keeps checkpoints."""
+    """Return whether the run keeps checkpoints."""
     return settings.lora_rank is not None and bool(settings.store) and settings.keeps_store
 
 
 def checkpoints_of(settings: Settings) -> Path:
-    """The folder of the run's checkpoints."""
+    """Return the folder of the run's checkpoints."""
     return settings.store[0] / FOLDER
 
 
 def finish_checkpoint(folder: Path, progress: dict[str, Any], entries: int) -> None:
-    """Write to a checkpoint of the Trainer what is to be known of the run: only then is it whole."""
+    """Write the run's progress to a checkpoint of the Trainer: only then is it whole."""
     with writing(folder):
         for path in folder.iterdir():
             sync(path)

@@ -25,12 +25,15 @@ step: go on with --resume, and another --out where there is one already.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C. MEMASCEND_TRACEBACK=1 shows where an error is.
 """
 
-#: What --dtype takes.
+#: Values of --dtype.
 DTYPES = ("auto", "bfloat16", "float32")
-#: A type of weights that only files of llama.cpp have, and what --dtype of an export takes.
+#: A type of weights that only files of llama.cpp have, and the values of --dtype of an export.
 QUANTISED = "q8_0"
 WEIGHTS_DTYPES = ("bfloat16", "float16", "float32", QUANTISED)
-#: What --report-to takes.
+#: Values of --boundaries, and the longest sequences that have them unasked: masks grow with the square of the length.
+BOUNDARIES = ("auto", "on", "off")
+BOUNDARIES_TOKENS_MAX = 2048
+#: Values of --report-to.
 REPORTERS = ("tensorboard", "trackio", "wandb", "mlflow")
 _MICRO_BATCH = (
     "sequences of a batch that a layer computes at once: all of them go through it while its weights are in memory, so "
@@ -98,9 +101,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_names(whole: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """End the command where `words` has a subcommand or an option that there is none of, naming what is like it.
+    """End the command where `words` has a subcommand or an option that there is none of, naming one like it.
 
-    argparse says first what else is missing, and nothing of what was meant.
+    argparse says first which other arguments are missing, and does not suggest a name.
     """
     commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     if not words or words[0].startswith("-"):
@@ -232,6 +235,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--loss-on", text, choices=("completion", "all"), default="completion")
     text = "one document a sequence, cut off or padded, instead of documents end to end"
     training.add_argument("--no-packing", help=text, action="store_true")
+    text = (
+        "whether documents that lie end to end are apart in attention: on, off (each sees those before it in its "
+        "sequence), or auto, on where the model's masks come from position ids and sequences have at most "
+        f"{BOUNDARIES_TOKENS_MAX:,} tokens"
+    )
+    add("--boundaries", text, choices=BOUNDARIES, default="auto")
     text = "highest learning rate (default: 2e-05, and 0.0002 with --lora-rank)"
     training.add_argument("--lr", help=text, type=_rate, metavar="X")
     text = (
@@ -316,7 +325,8 @@ def _add_plan(subcommands: Any) -> None:
     add = parser.add_argument
     text = "a Hugging Face model directory, the path of a config.json, or the id of a model on the hub (org/name)"
     add("model", type=Path, metavar="MODEL", help=text)
-    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use, such as 8GiB or 500MB")
+    text = "the most host memory to use, such as 8GiB or 500MB; auto: that with which a run would begin here now"
+    add("--host-memory", type=_size_or_auto, metavar="SIZE", help=text)
     add("--seq-len", type=_at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
     text = "sequences per forward pass (default: %(default)s)"
     add("--batch-size", type=_positive, default=1, metavar="N", help=text)
@@ -510,7 +520,7 @@ def _add_chat(subcommands: Any) -> None:
 
 
 def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
-    """Add what the commands that answer have in common."""
+    """Add the options that the commands that answer have in common."""
     text = (
         "a model directory, the id of a model on the hub (org/name), a directory of adapters, or the directories or "
         "raw devices of a store that no run is using"
@@ -653,7 +663,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    """An argparse type: a number that `accept` agrees to."""
+    """Return an argparse type: a number that `accept` agrees to."""
 
     def parse(text: str) -> Any:
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Best:
     """Keeps the best model so far."""
 
-    #: Its name in the store, and that of the last step where the store goes back behind it.
+    #: Its name in the store, and the last step's where the store goes back behind it.
     TAG, LAST = "best", "last"
 
     def __init__(self, model: Any, folder: Path, write: Callable[[Path], None]) -> None:
@@ -76,7 +76,7 @@ class Best:
             memascend.delete_checkpoint(self._model, self.TAG)
 
     def _of(self, step: int | None) -> Path:
-        """The directory of the model of a step: an earlier checkpoint may still be gone on from, with its own best."""
+        """Return the directory of a step's model: a run may go on from an earlier checkpoint, with its own best."""
         return self._folder.with_name(f"{self._folder.name}-{step}")
 
     def _in_store(self) -> bool:

@@ -1,4 +1,4 @@
-"""A resumed run whose options were changed on purpose: which may change, and what that does to the run."""
+"""A resumed run whose options were changed on purpose: which may change, and the effect on the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 #: Changes of settings by name: (before, after).
 Changes = dict[str, tuple[Any, Any]]
 
-#: What decides which sequences a step takes.
+#: Settings that decide which sequences a step takes.
 _SIZES = ("batch_size", "grad_accum", "processes")
-#: What decides how long a run is, and the learning rate of each step.
+#: Settings that decide how long a run is, and the learning rate of each step.
 _RATES = ("steps", "epochs", "lr", "warmup_steps", "schedule")
 CHANGEABLE = (*_SIZES, *_RATES, "micro_batch_size", "tile_tokens", "max_grad_norm", "weight_decay")
 
@@ -33,17 +33,17 @@ class Position:
     sequences: int = 0  # that those steps have taken
 
     def sequence(self, step: int, per_step: int) -> int:
-        """The first sequence of step `step`, counted from 0, where each has taken `per_step` since."""
+        """Return the first sequence of step `step`, counted from 0, where each has taken `per_step` since."""
         return self.sequences + (step - self.steps) * per_step
 
     def length(self, settings: Settings, blocks: int) -> int:
-        """The steps of the whole run over `blocks` sequences an epoch."""
+        """Return the steps of the whole run over `blocks` sequences an epoch."""
         left = settings.epochs * blocks - self.sequences
         return settings.steps or self.steps + max(0, math.ceil(left / settings.sequences_per_step))
 
 
 def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
-    """Return the settings that differ from those of the run in the store.
+    """Return the settings that differ from the stored run's.
 
     Raises DataError, naming the option, for one that may not differ.
     """
@@ -52,6 +52,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
         "processes": 1,
         "micro_batch_size": None,
         "tile_tokens": None,
+        "boundaries": "off",
     } | before  # A run of before there could be others.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:
@@ -66,7 +67,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
 
 
 def effects(changes: Changes, done: int, position: Position, steps: int, blocks: Blocks) -> list[str]:
-    """Return a line on what each change does to a run of `steps`, which has taken `done` of them to `position`.
+    """Return a line on the effect of each change on a run of `steps`, which has taken `done` of them to `position`.
 
     Raises DataError where the run is longer already than it is to be.
     """

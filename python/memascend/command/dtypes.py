@@ -19,7 +19,7 @@ class Choice:
 
     #: Of the training.
     dtype: str
-    #: Of the weights that are written; None is that of the training.
+    #: Of the weights that are written; None is the training's.
     saved: str | None = None
     #: One line; None for a dtype that was asked for by name.
     reason: str | None = None
@@ -46,7 +46,7 @@ def choose_dtype(named: str, model: Path, config: Any, device: torch.device | No
 
 
 def _computes_in_bfloat16(device: torch.device | None) -> tuple[bool, str]:
-    """Whether bfloat16 is computed in there, and how that is known."""
+    """Return whether bfloat16 is computed in there, and how that is known."""
     if device is None:
         return not is_slow(torch.bfloat16), rates_text(torch.bfloat16)
     if not torch.cuda.is_available():

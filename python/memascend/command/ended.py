@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from memascend.command.settings import Settings
 
-#: In a model directory whose run a signal has ended before its last step. The metrics may be elsewhere, and those of a
-#: run that goes on no longer say how it ended before.
+#: In a model directory whose run a signal has ended before its last step. The metrics may be elsewhere, and after the
+#: run has gone on they no longer say how it ended before.
 INTERRUPTED_NAME = "interrupted.json"
 
 
@@ -70,7 +70,7 @@ def ended_run(out: Path) -> dict[str, Any] | None:
 
 
 def ended_text(out: Path, run: dict[str, Any]) -> str:
-    """Return what `ended_run` found as text: what was written, and what became of the store."""
+    """Return the result of `ended_run` as text: the model that was written, and the fate of the store."""
     settings, steps = run["settings"], f"{run['steps']} of {run['steps_planned']} steps"
     how = "finished" if run["signal_number"] is None else f"was ended by signal {run['signal_number']}"
     lines = [f"{out}: the model of a run that {how} after {steps}"]

@@ -24,6 +24,7 @@ import memascend
 from memascend._memascend import KeptStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
+from memascend.command.boundaries import with_boundaries
 from memascend.command.data import ByteTokenizer, Tokenizer, load_tokenizer
 from memascend.command.data.show import shown
 from memascend.command.dtypes import choose_dtype
@@ -70,7 +71,7 @@ from memascend.runs.resume import read_record
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 #: Within this time a launcher forwards a signal that a terminal has sent to its processes too.
 LAUNCHER_SECONDS = 2.0
-TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond those of a run, so that a short run sees several documents
+TOKENS_TO_CHOOSE_FROM = 1 << 20  # beyond a run's own, so that a short run sees several documents
 
 #: Called with "before" and "after" around the training, to look at the model.
 Watch = Callable[[str, torch.nn.Module, Tokenizer], None]
@@ -98,6 +99,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     config = load_config(settings.model_dir, settings.dequantize)
     progress, entries = _progress_before(settings)
     settings = _with_dtype(settings, config, progress)
+    settings = with_boundaries(settings, config, progress.get("settings", {}))
     vocab_size, positions = limits(config)
     if positions is not None and settings.seq_len > positions:
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
@@ -159,7 +161,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
             note(warning)
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
-    interrupts.graceful = False  # What follows is no step: a signal abandons it, and the store keeps the run.
+    interrupts.graceful = False  # No step follows: a signal abandons it, and the store keeps the run.
     result.signal_number = interrupts.asked if training.is_ending() else None
     written = False
     if result.evaluations[1:] and interrupts.asked is None:
@@ -198,7 +200,7 @@ def _put_in_place(settings: Settings, finished: Path, left: Path | None, replace
 
 
 def _with_dtype(settings: Settings, config: Any, progress: dict[str, Any]) -> Settings:
-    """Replace a dtype "auto" by that of the run in the store, or else by the one that suits checkpoint and machine."""
+    """Replace a dtype "auto" by the stored run's, or else by the one that suits checkpoint and machine."""
     if settings.dtype != "auto":
         return settings
     if "settings" in progress:
@@ -216,17 +218,17 @@ def _with_dtype(settings: Settings, config: Any, progress: dict[str, Any]) -> Se
 
 
 def _now(settings: Settings) -> str:
-    """The time of the first process, which chat templates write from the first day of a run to its last."""
+    """Return the time of the first process, which chat templates write from the first day of a run to its last."""
     return told_by_first(_launched(settings), "tell the time", lambda: datetime.now().isoformat())
 
 
 def _launched(settings: Settings) -> Ranks | None:
-    """The processes that the run is divided over, if there are several."""
+    """Return the processes that the run is divided over, if there are several."""
     return Ranks.of(None) if settings.processes > 1 else None
 
 
 def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
-    """What the run that goes on has recorded of itself, and the entries of its metrics; empty for one that begins."""
+    """Return the record of the run that goes on, and the entries of its metrics; empty for one that begins."""
     if not settings.resume:
         return {}, 0
     if settings.lora_rank:
@@ -238,14 +240,14 @@ def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
 
 
 def _recorded(tracked: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """What a run has recorded of itself, and the entries of its metrics."""
+    """Return the record of a run, and the entries of its metrics."""
     return tracked.get(Training.NAME, {}), tracked.get(Position.NAME, {}).get("logged", 0)
 
 
 def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str, Any]:
-    """Say what host memory the run takes in all, and refuse a run for which there is not enough.
+    """Say how much host memory the run takes in all, and refuse a run for which there is not enough.
 
-    Returns that memory, and what a step moves to and from the SSD, for the metrics. Raises DataError.
+    Returns that memory, and the bytes that a step moves to and from the SSD, for the metrics. Raises DataError.
     """
     dtype = DTYPES[settings.dtype]
     model = empty_model_of(config, settings.model_dir, dtype)
@@ -265,6 +267,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         ranks=settings.processes,
         micro_batch_size=settings.micro_batch_size,
         tile_tokens=settings.tile_tokens,
+        boundaries=settings.has_boundaries,
     )
     period = parse_durability(settings.durability)
     work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
@@ -272,7 +275,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     expected: dict[str, Any] = {}
     name = "model" if settings.in_memory else "planned"
     if settings.host_memory is not None:
-        # A budget that follows the machine takes what is left; nothing is refused unless the least is too much.
+        # A budget that follows the machine takes the rest; nothing is refused unless the least is too much.
         automatic = settings.host_memory == AUTO
         on_device = settings.device is not None
         options: dict[str, Any] = {
@@ -344,13 +347,13 @@ def _save(model: Any, settings: Settings, finished: Path) -> None:
             if launched.is_first():
                 copy_side_files(settings.model_dir, finished, note, tokenizer=settings.tokenizer)
             if settings.lora_rank:
-                (finished / "config.json").unlink(missing_ok=True)  # That of the model which the adapters belong to.
+                (finished / "config.json").unlink(missing_ok=True)  # The base model's.
     except SafetensorError as error:  # a model in memory saves itself, with safetensors
         raise OutputError(f"cannot write {settings.out}: {error}") from error
 
 
 def _resume(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, records: Path) -> memascend.Resumed | None:
-    """The run that the store holds, or None; its model is closed with `cleanup`, its metrics are put at `records`."""
+    """Return the stored run, or None; its model is closed with `cleanup`, its metrics are put at `records`."""
     assert settings.host_memory is not None, "a run that can be resumed has a store"
     if settings.metrics is None and launched.is_first():
         take_over_records(settings.out, records)
@@ -395,7 +398,7 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
 
 
 def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
-    """The model in the store or whole in memory, with adapters if there are to be any; closed with `cleanup`."""
+    """Return the model in the store or in memory, with adapters if there are to be any; closed with `cleanup`."""
     if settings.in_memory:
         waits.watch(lambda: True)  # as an open store does
         device = open_device(settings.device)
@@ -424,7 +427,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
 
 
 def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
-    """The model for adapters: where it is, in its files, if these hold what is computed with, else in the store.
+    """Return the model for adapters: in its files, if these have the dtype of the training, else in the store.
 
     A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else.
     """
@@ -438,7 +441,7 @@ def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanu
 def _load_into_store(
     settings: Settings, interrupts: Interrupts, cleanup: ExitStack, frozen: str | None = None
 ) -> torch.nn.Module:
-    """The model in the store, read from its files; see `memascend.from_pretrained` on `frozen`."""
+    """Return the model in the store, read from its files; see `memascend.from_pretrained` on `frozen`."""
     assert settings.host_memory is not None, "a run with a store has a budget"
     bar: Progress | None = None
 
@@ -470,7 +473,7 @@ def _load_into_store(
 
 
 def _tokens_for(settings: Settings) -> int | None:
-    """With a number of steps given, not many more tokens than the steps use. A run that goes on keeps its number."""
+    """Return, with a number of steps given, not many more tokens than they use. A run that goes on keeps its number."""
     if settings.steps is None:
         return None
     return settings.steps * settings.sequences_per_step * settings.seq_len + TOKENS_TO_CHOOSE_FROM

@@ -38,7 +38,7 @@ def processes_here() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and speaks for all."""
+    """Return whether this process is the one that writes and speaks for all."""
     return processes() == 1 or os.environ.get("RANK", "0") == "0"
 
 
@@ -74,7 +74,7 @@ def first_speaks(launched: bool) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Have what is printed go nowhere."""
+    """Drop the output of this process."""
     streams = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nothing:
         sys.stdout = sys.stderr = nothing
@@ -100,7 +100,7 @@ def one_speaks() -> Iterator[None]:
 
 
 def _comes_first() -> bool:
-    """Whether no other process has an error to tell yet."""
+    """Return whether no other process has an error to tell yet."""
     distributed: Any = sys.modules.get("torch.distributed")
     if processes() == 1 or distributed is None or not distributed.is_initialized():
         return is_first()

@@ -1,4 +1,4 @@
-"""transformers' Trainer as the command line runs it: the data of a run in its order, and what is shown and kept."""
+"""transformers' Trainer as the command line runs it: the data of a run in its order, its output and its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Run(Protocol):
-    """What the loop is told of a run, and tells it."""
+    """The attributes of a run that the loop reads, and the events that it tells."""
 
     #: The name of the run's progress in a record.
     NAME: str
@@ -60,7 +60,7 @@ class Run(Protocol):
         """Note that all is ready for the first step."""
 
     def is_ending(self) -> bool:
-        """Whether the run is to end after this step."""
+        """Return whether the run is to end after this step."""
 
     def agreed(self, reason: str | None) -> str | None:
         """Return the reason for which all processes leave the present step out, if there is one."""
@@ -133,17 +133,17 @@ class LoopArguments(transformers.TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """The number of devices, where transformers' is that of the machine."""
+        """The number of devices, where transformers' counts the machine's."""
         return 0 if self.compute_device == "cpu" else 1
 
 
 class Loop(Trainer):
-    """The Trainer of a run. Its records, its progress and its length are those of a `Run`."""
+    """The Trainer of a run. A `Run` has its records, its progress and its length."""
 
     _tells_of_memory = False
 
     def __init__(self, run: Run, model: Any, args: LoopArguments, **named: Any) -> None:
-        """Take what `Trainer` takes, with the run."""
+        """Take the arguments of `Trainer`, with the run."""
         self._run = run
         self._reason: str | None = None
         self._is_evaluating = False
@@ -232,7 +232,7 @@ class Loop(Trainer):
     def evaluation_loop(self, dataloader: Any, *others: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
         """Evaluate as `Trainer.evaluation_loop` does, with the mean over all tokens as the loss.
 
-        The Trainer takes the mean over batches, which depends on what sequences are in one.
+        The Trainer takes the mean over batches, which depends on the sequences in each.
         """
         self._evaluated = torch.zeros(2, dtype=torch.float64)  # the sum of the losses of tokens, and their number
         self._is_evaluating, self._batches_done, self._batches = True, 0, len(dataloader)
@@ -305,7 +305,7 @@ class Events(TrainerCallback):
         self._run, self._loop = run, loop
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Do what is left of the step before."""
+        """Do the rest of the step before."""
         self._loop.evaluate_as_due()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -40,7 +40,7 @@ def records_of(run: Path) -> Path:
 
 
 def _written_by(run: Path) -> Path | None:
-    """Return what the run in a store writes, its directory or the file of --metrics; `run` itself if it is no store."""
+    """Return the output of a store's run, its directory or the file of --metrics; `run` itself if it is no store."""
     if not holds_store(run):
         return run
     with suppress(MemascendError, KeyError, TypeError):
@@ -50,7 +50,7 @@ def _written_by(run: Path) -> Path | None:
 
 
 def hidden_records(out: Path) -> Path:
-    """The file that keeps the metrics of a run to `out` that did not finish and can be resumed."""
+    """Return the file that keeps the metrics of a run to `out` that did not finish and can be resumed."""
     return beside(out, METRICS_NAME)
 
 

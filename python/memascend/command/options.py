@@ -15,7 +15,7 @@ _EXCLUSIVE = {"--steps", "--epochs"}
 
 
 def with_options(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the words of a command with those of its options file, of which the command has none itself.
+    """Return the words of a command, with the options of its file that the command does not have itself.
 
     `flags` are those that the command has. Raises DataError for a file that cannot be read, or holds something else.
     """

@@ -1,4 +1,4 @@
-"""The data of a run: what is trained on, and what is held out of that to evaluate on."""
+"""The data of a run: documents to train on, and a part that is held out to evaluate on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLES_SHOWN = 8
 
 
 class Reader:
-    """Reads and tokenises data as the settings of a run say. `close` closes what was read."""
+    """Reads and tokenises data as the settings of a run say. `close` closes the data."""
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, vocab_size: int, scratch: Path) -> None:
         """Put files into the directory `scratch`."""
@@ -34,9 +34,9 @@ class Reader:
         self._open.close()
 
     def documents(self, paths: Sequence[Path], weights: Sequence[float] = (), option: str = "--data") -> Documents:
-        """Open the documents in files and directories, as often as `weights` say, and say what is left out.
+        """Open the documents in files and directories, as often as `weights` say, and say which are left out.
 
-        `option` is what errors call the paths.
+        `option` is the name of the paths in errors.
 
         Raises DataError where there are none, or the tokenizer cannot read them.
         """
@@ -91,7 +91,7 @@ class Reader:
     def divided(
         self, documents: Documents, tokens_max: int | None, evaluated: Documents | None = None
     ) -> tuple[Blocks, Blocks | None]:
-        """Tokenise what is trained on, from the first documents that make `tokens_max`, and what is evaluated on.
+        """Tokenise the data to train on, from the first documents that make `tokens_max`, and the data to evaluate on.
 
         That is a part of `documents` where --eval is a fraction, and all that `evaluated` holds otherwise.
         """
@@ -117,6 +117,7 @@ class Reader:
                 vocab_size=self._vocab_size,
                 tokens_max=tokens_max,
                 packing=settings.packing,
+                boundaries=settings.has_boundaries,
                 loss_on_all=settings.loss_on == "all",
                 part=part,
                 progress=lambda done, _total: bar.update(done),

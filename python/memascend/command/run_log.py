@@ -25,7 +25,7 @@ class RunLog(TrainerLog):
             open(path, "a" if go_on else "x").close()
         except OSError as error:
             raise OutputError(f"--metrics {path}: {error.strerror}") from error
-        #: What the first record says beside the machine, the plan and the store; given the latter.
+        #: Returns entries of the first record beside the machine, the plan and the store; given the latter.
         self.about: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
         #: Called with the record of every step and evaluation.
         self.on_record: Callable[[dict[str, Any]], None] = lambda _: None
@@ -33,13 +33,13 @@ class RunLog(TrainerLog):
         self.skipped = False
 
     def keep(self, entries: int, run: dict[str, Any], *, before: Path | None, named: bool) -> None:
-        """Keep the records up to entry `entries` of a run that goes on, and cut off what lies after them.
+        """Keep the records up to entry `entries` of a run that goes on, and cut off later ones.
 
         Args:
             entries: the number of entries (see `is_entry`) that were recorded when the run was.
             run: fields of the run's first record, by which it is known.
             before: a file from which the records are copied where this one has none of them.
-            named: whether the user has named this file, so that what it holds of something else stays.
+            named: whether the user has named this file, so that other contents of it stay.
 
         Raises OutputError where such a file is not this run's.
         """
@@ -80,7 +80,7 @@ class RunLog(TrainerLog):
 
 
 def _as_json(value: Any) -> Any:
-    """Return what a record holds with None for numbers that are not finite, for which JSON has nothing."""
+    """Return the values of a record with None for numbers that are not finite, for which JSON has nothing."""
     if isinstance(value, dict):
         return {name: _as_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -89,7 +89,7 @@ def _as_json(value: Any) -> Any:
 
 
 def recorded_bytes(path: Path, entries: int, run: dict[str, Any]) -> int | None:
-    """Return the length of the records in `path` up to entry `entries`, or None where they are not those of `run`.
+    """Return the length of the records in `path` up to entry `entries`, or None where they do not belong to `run`.
 
     Records end at the entry, or at a line that a killed process left unfinished. Before the first entry there is
     nothing to keep.

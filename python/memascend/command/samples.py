@@ -1,4 +1,4 @@
-"""`--sample PROMPT`: what the model answers before and after the training, on the screen."""
+"""`--sample PROMPT`: answers of the model before and after the training, on the screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Samples:
     """Prints the most likely answer to a prompt; of a run that goes on, only the one after it."""
 
     def __init__(self, prompt: str, settings: Settings) -> None:
-        """Take what a user says, or where the model has no chat template a text to continue."""
+        """Take a user's turn, or where the model has no chat template a text to continue."""
         self._prompt, self._settings = prompt, settings
 
     def __call__(self, when: str, model: Any, tokenizer: Tokenizer) -> None:

@@ -46,5 +46,5 @@ def tags_of(model: Any) -> list[str]:
 
 
 def _kept(model: Any) -> list[str]:
-    """The checkpoints that were made here, the oldest first."""
+    """Return the checkpoints that were made here, the oldest first."""
     return [tag for tag in tags_of(model) if tag.removeprefix(PREFIX).isdecimal() and tag.startswith(PREFIX)]

@@ -1,4 +1,4 @@
-"""What the command lets the library and transformers show on the screen."""
+"""The lines of the library and of transformers that the command lets onto the screen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_plans() -> Iterator[None]:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the standard error of the moment, not to that of the handler's creation."""
+    """Writes to the present standard error, not to the one at the handler's creation."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message. The command prints notices by itself."""

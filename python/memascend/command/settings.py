@@ -20,7 +20,7 @@ class Settings:
     out: Path
     store: Sequence[Path] = ()
     host_memory: int | str | None = None  # bytes, or "auto"
-    device: str | None = None  # that of CUDA to compute on; None is the CPU
+    device: str | None = None  # a device of CUDA to compute on; None is the CPU
     device_memory: int | None = None  # bytes
     in_memory: bool = False
     steps: int | None = None  # optimizer steps; without it, `epochs` passes over the data
@@ -37,7 +37,7 @@ class Settings:
     weight_decay: float = 0.01
     seed: int = 0
     dtype: str = "auto"  # of the training
-    save_dtype: str | None = None  # of the weights written; None is that of the training. "auto" sets it
+    save_dtype: str | None = None  # of the weights written; None is the training's. "auto" sets it
     optimizer: str = "adamw"
     states: str = "float32"
     master: bool = True
@@ -54,7 +54,7 @@ class Settings:
     recompute: bool = OffloadOptions.recompute
     activations: Activations | None = None
     metrics: Path | None = None
-    weights: Sequence[float] = ()  # how often documents of each of `data` are taken, beside those of the others
+    weights: Sequence[float] = ()  # how often documents of each of `data` are taken, beside the others'
     text_field: str = "text"
     tokenizer: Path | None = None  # the directory of the tokenizer; None is the model's
     bytes: bool = False  # train on the bytes of the text, without a tokenizer
@@ -62,12 +62,13 @@ class Settings:
     show_data: int | None = None  # sequences that are printed before the training
     loss_on: str = "completion"  # of prompts with completions and of conversations; "all" is every token
     packing: bool = True  # documents end to end; else one in each sequence
+    boundaries: str = "auto"  # on: packed documents do not see each other; off: each sees those before it
     evaluation: float | Sequence[Path] = ()  # data to evaluate on, or the fraction of documents held out for it
     eval_steps: int | None = None  # between evaluations; None is a tenth of the run
     dequantize: bool = False  # read quantised weights into the store in `dtype`
     lora_rank: int | None = None  # train adapters of this rank instead of the model
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
-    temporary: Path | None = None  # the caller removes this directory and what lies in it
+    temporary: Path | None = None  # the caller removes this directory with its contents
     tbw: float | None = None  # terabytes that each drive is rated to be written in its life
     tbw_share: float = 10.0  # percent of that, above which a run begins with a warning
     processes: int = 1  # over which the model is divided; each takes its own batches of every step
@@ -98,6 +99,11 @@ class Settings:
     def tokenizer_dir(self) -> Path:
         """Where the tokenizer is."""
         return self.tokenizer or self.model_dir
+
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether packed documents are apart in attention; `command.boundaries` settles "auto" before."""
+        return self.packing and self.boundaries == "on"
 
     @property
     def sequences_per_step(self) -> int:
@@ -141,7 +147,7 @@ class Settings:
                 "weight_decay",
             ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
-            *("loss_on", "packing", "steps", "epochs", "lora_rank", "processes"),
+            *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "processes"),
         )
         return {name: getattr(self, name) for name in names} | {
             "eval": self.held_out,
@@ -154,7 +160,7 @@ class Settings:
         return self.evaluation if isinstance(self.evaluation, float) else None
 
     def as_record(self) -> dict[str, Any]:
-        """The settings as JSON can hold them."""
+        """Return the settings as JSON can hold them."""
         record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         record["data"] = [str(path) for path in self.data[:16]]
         record["data_paths"] = len(self.data)
@@ -186,5 +192,5 @@ class Result:
 
     @property
     def peak_above_baseline_bytes(self) -> int:
-        """Peak memory of the run itself, without that of importing torch and transformers."""
+        """Peak memory of the run itself, without the memory of importing torch and transformers."""
         return max(0, self.peak_rss_bytes - self.baseline_rss_bytes)

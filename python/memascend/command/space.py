@@ -1,4 +1,4 @@
-"""The room on the drives that a run takes, compared with what is free before anything is read or written."""
+"""The room on the drives that a run takes, compared with the free room before anything is read or written."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def kept_generations(settings: Settings) -> int:
-    """Return how many generations the store keeps beside those of the last steps: the best model, and checkpoints."""
+    """Return how many generations the store keeps beside the last steps': the best model, and checkpoints."""
     best = 1 if settings.evaluation and not settings.lora_rank else 0
     return best + (settings.keep_last or 1 if settings.save_every else 0)
 
 
 def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Work) -> None:
-    """Raise DataError where the drives have no room for weights and states, or for what is kept beside the last steps.
+    """Raise DataError where the drives have no room for weights and states, or for generations beside the last steps'.
 
     Without the latter the run may do: what it says of it would come at the first evaluation, hours later. Only
     directories of a new store are looked at.

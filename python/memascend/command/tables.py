@@ -12,7 +12,7 @@ from memascend.report.counters import SSD_COUNTERS
 
 
 def step_text(step: dict[str, Any]) -> list[str]:
-    """One step's record as the parts of the text beside the bar, the most important ones first."""
+    """Return one step's record as the parts of the text beside the bar, the most important ones first."""
     parts = [f"loss {step['loss']:.3f}", f"{step['seconds']:.3g} s/step"]
     if step["host_bytes_budget"] is not None:
         parts.append(f"host {format_size(step['host_bytes_in_use'])} of {format_size(step['host_bytes_budget'])}")
@@ -83,7 +83,7 @@ def bench_tail(measurements: list[dict[str, Any]], remembered_in: Path | None) -
 
 
 def savings_text(savings: list[dict[str, Any]] | None) -> str:
-    """Return what would write less than the run in a store, a line for each change; None where it is not known."""
+    """Return the changes that would write less than the run in a store, a line for each; None where it is not known."""
     if savings is None:
         return "what would write less is not known: the model is no causal one of transformers, or has no optimizer yet"
     if not savings:

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 #: The names of schedules that are others in transformers.
 _SCHEDULES = {"constant": "constant_with_warmup"}
-#: What a backend says where another process is gone.
+#: Messages of backends where another process is gone.
 _CONNECTION = re.compile(r"gloo|[Cc]onnection|Broken pipe|[Tt]imed out")
 #: Evaluations of a run, without --eval-steps.
 EVALUATIONS = 10
 
 
 class Training:
-    """A run of `Loop`, and what the store, or a checkpoint, records of it."""
+    """A run of `Loop`, and its record in the store, or in a checkpoint."""
 
     #: The name of this in a record.
     NAME = "progress"
@@ -60,7 +60,7 @@ class Training:
     ) -> None:
         self.settings, self.model, self.blocks, self.held_out = settings, model, blocks, held_out
         self.log, self.best, self.interrupts, self.result = log, best, interrupts, result
-        #: What the run was expected to take, for the metrics.
+        #: The expected memory and traffic of the run, for the metrics.
         self.forecast: dict[str, Any] = {}
         #: When the run began, in ISO 8601: the time that chat templates write.
         self.clock = ""
@@ -111,7 +111,7 @@ class Training:
     def resume(self, state: dict[str, Any], entries: int) -> None:
         """Go on from a recorded state, after which the metrics file had `entries` entries.
 
-        Raises DataError where the data differs from that of the saved run, or an option that was not to be changed.
+        Raises DataError where the data differs from the saved run's, or an option that was not to be changed.
         """
         self.changes = find_changes(state["settings"], self.settings)
         if state["data"] != self._data:
@@ -258,11 +258,11 @@ class Training:
         self.interrupts.graceful = True
 
     def _identity(self) -> dict[str, Any]:
-        """The fields by which the first record of the metrics file is known as the run's."""
+        """Return the fields by which the first record of the metrics file is known as the run's."""
         return {"parameters": self.result.parameters, "tokens": self.blocks.tokens, "blocks": len(self.blocks)}
 
     def _about(self, opening: dict[str, Any]) -> dict[str, Any]:
-        """What the first record of the metrics file says of the run."""
+        """Return the entries of the first record of the metrics file."""
         return {
             "settings": self.settings.as_record(),
             **self._identity(),
@@ -289,10 +289,10 @@ class Training:
         for notice in stats.get("notices", ()):
             bar.note(f"memascend: note: {notice}")
 
-    # ---- what the loop tells -------------------------------------------------------------------------------
+    # ---- events of the loop --------------------------------------------------------------------------------
 
     def is_ending(self) -> bool:
-        """Whether the run is to end after this step. Over processes all ask, and one signal is enough."""
+        """Return whether the run is to end after this step. Over processes all ask, and one signal is enough."""
         ranks = self._ranks
         if ranks is not None:
             asked = torch.tensor([self.interrupts.asked or 0])

@@ -1,4 +1,4 @@
-"""How far a step is: layers count their calls, of which every step has as many as the one before."""
+"""How far a step is: layers count their calls, as many in every step as in the one before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WithinStep:
         self._shown = time.monotonic()
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         layers = max(lists, key=len, default=nn.ModuleList())
-        # A layer is called once, and what is in it again when it is computed again.
+        # A layer is called once, and its parts again when it is computed again.
         inner = (next(layer.children(), None) for layer in layers)
         self._handles = [module.register_forward_pre_hook(self._called) for module in inner if module is not None]
 
@@ -41,7 +41,7 @@ class WithinStep:
         self._of_step, self._calls = self._calls, 0
 
     def forget(self) -> None:
-        """Count from 0 again: what was called since the last step was an evaluation."""
+        """Count from 0 again: the calls since the last step were an evaluation's."""
         self._calls = 0
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""What a run of the command line will write to its drives: forecast, and said before it begins."""
+"""The bytes that a run of the command line will write to its drives: forecast, and said before it begins."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import AUTO, format_decimal
+from memascend.common.sizes import AUTO, format_decimal, format_rating
 from memascend.forecast.endurance import USUAL_RATING_BYTES, endurance, savings, written
 from memascend.forecast.traffic import traffic
 from memascend.machine.drives import busiest_share
@@ -31,9 +31,9 @@ _CHANGEABLE = ("--host-memory", "--durability")
 def forecast_traffic(
     model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, work: Work, settings: Settings
 ) -> dict[str, Any]:
-    """Return what a step moves, and what a run of `settings` writes, for the first record of the metrics file.
+    """Return the bytes that a step moves and that a run of `settings` writes, for the first record of the metrics file.
 
-    What is read is left out with a device, whose memory is not planned here; with a budget that follows the machine,
+    Bytes read are left out with a device, whose memory is not planned here; with a budget that follows the machine,
     `plan` is the least, and the run writes that at most.
     """
     moved = traffic(model, units, plan, config, work)
@@ -62,7 +62,7 @@ def for_steps(endurance: dict[str, Any], steps: int, *, begins: bool) -> dict[st
 
 
 def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str | None:
-    """Say what share of the drives' rating a run will write, and above `percent` of it what would write less.
+    """Say which share of the drives' rating a run will write, and above `percent` of it which changes would write less.
 
     Without a rating, a run that writes little is not spoken of. A run that goes on cannot have other states.
     """
@@ -72,11 +72,11 @@ def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str |
         share = endurance["total_bytes"] * endurance["busiest_share"] / USUAL_RATING_BYTES
         if share < NOTABLE_SHARE:
             return None
-        rating = format_decimal(USUAL_RATING_BYTES)
+        rating = format_rating(USUAL_RATING_BYTES)
         text += f"{share:.1%} of what a drive rated for {rating} takes in its life (--tbw TB gives the rating of yours)"
         used = share
     else:
-        text += f"{used:.2%} of the {format_decimal(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
+        text += f"{used:.2%} of the {format_rating(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
     if used * 100 <= percent:
         return text
     possible = [

@@ -6,6 +6,7 @@ import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from memascend.errors import Abandoned
 
 #: What ends a run: Ctrl-C, `kill`, and a terminal that was closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: After this time a signal is sent again whose exception was lost.
+AGAIN_SECONDS = 0.05
 _ALL = tuple(int(number) for number in signal.valid_signals())
 
 
@@ -94,6 +97,8 @@ def uninterrupted() -> Iterator[None]:
 class Interrupts:
     """Handlers of `SIGNALS`: in a `graceful` run the first one asks it to end, the next abandons it.
 
+    A signal that strikes in a finalizer, where Python reports exceptions and drops them, is sent again.
+
     A SIGHUP that the process was started to ignore (`nohup`) stays ignored. Where the terminal is gone, what is printed
     from then on goes nowhere, so that the run can still end as asked.
     """
@@ -115,6 +120,7 @@ class Interrupts:
         self.graceful = False
         self.closing = False  # while it cleans up, signals are ignored
         self._previous: dict[int, Any] = {}
+        self._hook: Any = None
 
     def __enter__(self) -> Interrupts:
         """Replace the handlers, in the main thread only: Python allows it in no other."""
@@ -122,12 +128,15 @@ class Interrupts:
             for number in SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._hook is not None:
+            sys.unraisablehook = self._hook
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -145,6 +154,19 @@ class Interrupts:
                 os.write(2, f"\nmemascend: finishing this step, then {self._end}; again to abandon it\n".encode())
             return
         raise Abandoned(number)
+
+    def _send_again(self, unraisable: Any) -> None:
+        """Send a signal again whose exception is dropped; report other exceptions as before.
+
+        From another thread: here, within the finalizer, its exception would be dropped again.
+        """
+        if not isinstance(unraisable.exc_value, Abandoned):
+            self._hook(unraisable)
+            return
+        main, number = threading.main_thread().ident, unraisable.exc_value.signal_number
+        timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, number))
+        timer.daemon = True
+        timer.start()
 
 
 def _leave_closed_terminal() -> None:

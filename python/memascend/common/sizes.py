@@ -45,6 +45,11 @@ def format_decimal(nbytes: float) -> str:
     return f"{nbytes / 10**6:.2f} MB"
 
 
+def format_rating(nbytes: float) -> str:
+    """Write the bytes that a drive is rated for as its maker does: 600 TB."""
+    return f"{nbytes / 10**12:g} TB" if nbytes >= 10**12 else format_decimal(nbytes)
+
+
 def counted(number: int, noun: str) -> str:
     """Write a number of things, whose plural ends in s: 1 thread, 2,000 threads."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

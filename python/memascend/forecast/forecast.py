@@ -31,9 +31,10 @@ from memascend.machine.limits import resident_memory
 from memascend.machine.segments import Segments
 from memascend.machine.threads import update_threads
 from memascend.options import parse_durability
+from memascend.plan.automatic import plan_for
 from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.plan.estimates import Shape, waiting_inputs
-from memascend.plan.host import make_plan, smallest_plan
+from memascend.plan.host import smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,9 +73,10 @@ def forecast(
     grad_accum: int = 1,
     micro_batch_size: int | None = None,
     tile_tokens: int | str | None = None,
+    boundaries: bool = False,
     dtype: str = "bfloat16",
     dtype_reason: str | None = None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     optimizer: str = "adamw",
     states: str = "float32",
     master: bool = True,
@@ -96,7 +98,9 @@ def forecast(
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
-    `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned.
+    `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned,
+    and for "auto" that with which a run would begin on this machine now.
+    `boundaries`: packed documents are apart in attention, by a mask, where the model makes one.
     `kept` is how many generations the store keeps beside those of the last steps, such as the best model.
     `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
@@ -144,6 +148,7 @@ def forecast(
         1 if period is None else period,
         micro_batch_size=micro_batch_size,
         tile_tokens=tile_tokens,
+        boundaries=boundaries,
         kept=kept,
         ranks=ranks,
     )
@@ -151,7 +156,7 @@ def forecast(
     if gpu is not None and gpu.activations == "host":
         options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
     smallest = smallest_plan(units, **options)
-    plan = smallest if budget is None else make_plan(units, budget, **options)
+    plan, follows = (smallest, False) if budget is None else plan_for(units, budget, **options)
     device_plan = None
     if gpu is not None:
         work.activations = gpu.activations
@@ -162,7 +167,7 @@ def forecast(
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction: dict[str, Any] = {
         "model": model_part(path, config, model, units, dtype) | {"dtype_reason": dtype_reason},
-        "host_memory": memory_part(plan),
+        "host_memory": memory_part(plan) | {"automatic": follows},
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),
         "endurance": endurance(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import format_decimal, format_size
+from memascend.common.sizes import format_decimal, format_rating, format_size
 from memascend.forecast.endurance import USUAL_RATING_BYTES
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ UNITS = (("days", 86400, 360000), ("h", 3600, 3600), ("min", 60, 60), ("s", 1, 0
 def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
     """Return the lines on what `forecast` returned; `free_bytes` are those of the drives that will have the store."""
     lines = [_fit(prediction, free_bytes), _step(prediction), _run(prediction)]
+    if (memory := prediction["host_memory"])["automatic"]:
+        lines.append(
+            f"--host-memory auto begins with {format_size(memory['budget_bytes'])} here now, and follows what the "
+            "machine leaves"
+        )
     room = prediction["whole"]["available_bytes"]
     possible = [lever for lever in prediction["endurance"]["savings"] if (lever["budget_bytes"] or 0) <= room]
     if possible:
@@ -87,9 +92,9 @@ def _run(prediction: Mapping[str, Any]) -> str:
     time = "" if step is None else f"{_time(steps * step['floor_seconds'], steps * step['sum_seconds'])}, "
     text = f"{what}: {time}{format_decimal(endurance['total_bytes'])} written"
     if endurance["rating_used"] is not None:
-        return f"{text}, {endurance['rating_used']:.2%} of its rated {format_decimal(endurance['rated_bytes'])}"
+        return f"{text}, {endurance['rating_used']:.2%} of its rated {format_rating(endurance['rated_bytes'])}"
     usual = (
-        f"{endurance['total_bytes'] / USUAL_RATING_BYTES:.2%} of a drive rated for {format_decimal(USUAL_RATING_BYTES)}"
+        f"{endurance['total_bytes'] / USUAL_RATING_BYTES:.2%} of a drive rated for {format_rating(USUAL_RATING_BYTES)}"
     )
     text += f", {usual} (--tbw TB: of yours)"
     return text if data is not None or endurance["steps_given"] else f"{text}; --data PATH counts your data"

@@ -11,7 +11,7 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
   (elements), `units`: a list of `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
 - `host_memory`: `lines`, a list of `consumer`, `count`, `nbytes`, `total_bytes`, `note`; `total_bytes`, their sum;
   `budget_bytes`; `overlap_bytes`, the least budget with which the next layer is read while one computes;
-  `smallest_bytes`, the least that works.
+  `smallest_bytes`, the least that works; `automatic`, whether the budget is the first of one that follows the machine.
 - `ssd_space`: by kind, and `total_bytes`.
 - `ssd_traffic`: of an optimizer step. `seq_len`, `batch_size`, `grad_accum`, `micro_batch_size` (null for the whole
   batch), `tile_tokens` (null for none); `planned` with what the spare budget keeps in memory and `smallest` with the

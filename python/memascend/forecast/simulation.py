@@ -12,6 +12,7 @@ A formula for each architecture was up to 48% low, and knew two kinds of layers.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.common.timeline import Timeline
 from memascend.forecast.traffic import divided
+from memascend.formats import packed_masks
 from memascend.formats.weights import empty_model_of
 from memascend.layout.tables import Blocks
 from memascend.offloading.activations import InputStash, Recomputation, StashedInput
@@ -59,6 +61,8 @@ class StepBytes:
 
     forward: int
     backward: int
+    #: Whether attention had a mask that keeps the documents of a packed sequence apart.
+    has_boundaries: bool = False
 
 
 def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool) -> StepBytes | None:
@@ -76,7 +80,8 @@ def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, 
         return None
     times = (work.batch_size - batch_size) / (batch_size - batch_size // 2)
     more = (found.forward - half.forward, found.backward - half.backward)
-    return StepBytes(found.forward + int(times * more[0]), found.backward + int(times * more[1]))
+    forward, backward = found.forward + int(times * more[0]), found.backward + int(times * more[1])
+    return StepBytes(forward, backward, found.has_boundaries)
 
 
 def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_size: int, in_memory: bool) -> StepBytes:
@@ -102,12 +107,19 @@ def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_siz
         module.forward = slicing.around(module, module.forward, module.forward)
     with on_meta(), held:
         ids = torch.zeros(batch_size, work.seq_len, dtype=torch.int64, device=META)
-        with slicing.of_pass((ids,), {}):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        packed = _positions(model, work, ids)
+        with slicing.of_pass((ids,), {}), packed_masks.assumed(packed.get("position_ids")) as asked:
+            loss = model(input_ids=ids, labels=ids, use_cache=False, **packed).loss
         forward = held.take_peak()
         # Not `loss.backward()`: function modes would not hold within it.
         torch.autograd.backward(loss)
-        return StepBytes(forward, held.take_peak())
+        return StepBytes(forward, held.take_peak(), asked.masks > 0)
+
+
+def _positions(model: nn.Module, work: Work, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the positions of packed documents, where a model takes them."""
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return {"position_ids": torch.zeros_like(ids)} if work.boundaries and takes else {}
 
 
 def _leave_out_layers(model: nn.Module, units: Sequence[Unit]) -> None:

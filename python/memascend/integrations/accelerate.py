@@ -1,7 +1,7 @@
 """Accelerate's loop over offloaded models: `Accelerator` from here takes the place of `accelerate.Accelerator`.
 
 Of accelerate's private names this module uses `_models`, `_optimizers` and `_schedulers` of `Accelerator`: the lists of
-what was prepared. Tested with accelerate 1.15. Where a version has renamed them, `save_state` raises AttributeError.
+prepared objects. Tested with accelerate 1.15. Where a version has renamed them, `save_state` raises AttributeError.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from memascend.ranks.group import Ranks
 
 _DIVIDED = "memascend.offload divides a model over processes itself: leave it out"
-#: What of a launch an offloaded model trains over.
+#: The launches that an offloaded model trains over.
 _LAUNCHES = (DistributedType.NO, DistributedType.MULTI_CPU)
 #: Arguments that divide a model between processes or devices.
 _PLUGINS = (
@@ -67,14 +67,14 @@ class Accelerator(accelerate.Accelerator):
     - `save_state` keeps a checkpoint in the model's store, under a name, and writes that name to the directory, with
       the states of schedulers, random numbers, samplers and registered objects. `load_state` goes back to it. The
       prepared optimizers and schedulers stay usable; an optimizer of before `prepare` refuses to step.
-    - `save_model` writes what `memascend.save_pretrained` does.
+    - `save_model` writes as `memascend.save_pretrained` does.
     - `free_memory(model)` closes an offloaded model.
     - In several processes that a launcher has started, a model that is offloaded after the Accelerator was made is
       divided over them, and is not wrapped: each has its own batches, and the update takes the mean of their gradients.
       With gradient accumulation, each `backward` sends gradients, in `no_sync` too. `save_state` and `load_state` take
       a directory that all processes see; where one process fails, all raise.
 
-    What cannot work raises MemascendError when it is asked for: processes that compute on GPUs, DeepSpeed, FSDP,
+    These raise MemascendError when they are asked for: processes that compute on GPUs, DeepSpeed, FSDP,
     Megatron-LM, FP8, fp16 without a CUDA device.
     """
 
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model as accelerate does; what is offloaded stays where it is, and is not wrapped.
+        """Prepare a model as accelerate does; an offloaded one stays where it is, and is not wrapped.
 
         Raises MemascendError for a model that was closed, or computes on another device than the accelerator's, or is
         not divided over the accelerator's processes.
@@ -140,7 +140,7 @@ class Accelerator(accelerate.Accelerator):
                     "DistributedDataParallel sends, and an offloaded model sends its own, whole: leave it out"
                 )
             check_processes(session, self.num_processes, "the Accelerator")
-            evaluation_mode = True  # accelerate wraps what is not, and does nothing else with it
+            evaluation_mode = True  # accelerate wraps other models, and does nothing else with them
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
@@ -188,9 +188,9 @@ class Accelerator(accelerate.Accelerator):
     # ---- checkpoints ------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
-        """Save the run as accelerate does; see the class for what becomes of an offloaded model.
+        """Save the run as accelerate does; the class says how an offloaded model is saved.
 
-        Checkpoints that `total_limit` removes go from the store too. Raises what `memascend.save_checkpoint` raises.
+        Checkpoints that `total_limit` removes go from the store too. Raises as `memascend.save_checkpoint` does.
         """
         ranks = self._ranks()
         with raising_on_all(ranks, "make the directory of a state", Exception):
@@ -206,10 +206,10 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Go back to what `save_state` saved. Later steps of an offloaded model's run are given up.
+        """Go back to a state that `save_state` saved. Later steps of an offloaded model's run are given up.
 
-        Raises CheckpointError for a directory that does not fit what was prepared, StoreError where the store does not
-        have the checkpoint any more.
+        Raises CheckpointError for a directory that does not fit the prepared objects, StoreError where the store has
+        lost the checkpoint.
         """
         with self._without_stored_optimizers(), raising_on_all(self._ranks(), "load a state", Exception):
             super().load_state(input_dir, load_kwargs, **options)
@@ -225,7 +225,7 @@ class Accelerator(accelerate.Accelerator):
         return {index: session for index, session in sessions if session is not None}
 
     def _is_stored(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Whether checkpoints in a store have all of an optimizer."""
+        """Return whether checkpoints in a store have all of an optimizer."""
         sessions = self._sessions(self._models).values()
         return any(named.belongs_to(_unwrapped(optimizer), session) for session in sessions)
 
@@ -300,7 +300,7 @@ class Accelerator(accelerate.Accelerator):
             del models[index]
 
     def _go_back(self, session: Any, tag: str | None) -> None:
-        """Go back to a named checkpoint, and have what was prepared use its optimizers."""
+        """Go back to a named checkpoint, and have the prepared objects use its optimizers."""
         if tag is None:
             return
         optimizers = [optimizer for optimizer in self._stored if named.belongs_to(_unwrapped(optimizer), session)]
@@ -331,7 +331,7 @@ class Accelerator(accelerate.Accelerator):
                 "save_model writes whole models, and this one's adapters are saved by themselves: use "
                 "accelerator.unwrap_model(model).save_pretrained(directory)"
             )
-        # Over what is there, as accelerate does.
+        # Over an existing one, as accelerate does.
         whole = self.unwrap_model(model, keep_torch_compile=False)
         save_pretrained(whole, save_directory, max_shard_size=max_shard_size, overwrite=True)
 
@@ -346,7 +346,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise MemascendError for what an offloaded model cannot be trained with."""
+    """Raise MemascendError for settings that an offloaded model cannot be trained with."""
     for name in _PLUGINS:
         if arguments.get(name) is not None:
             raise MemascendError(f"{name}: {_DIVIDED}")
@@ -368,7 +368,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _file_of(directory: str, index: int, session: Session) -> Path:
-    """Return the file of what an offloaded model has in memory, on this rank."""
+    """Return the file of the parts that an offloaded model has in memory, on this rank."""
     ranks = named.ranks_of(session)
     suffix = f".{ranks.rank}" if ranks is not None and ranks.rank else ""
     return Path(directory) / f"memascend_{index}{suffix}.bin"

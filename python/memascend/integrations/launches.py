@@ -1,4 +1,4 @@
-"""Several processes that a launcher has started, each of which trains the same offloaded model."""
+"""Several processes that a launcher has started and that train the same offloaded model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def check_processes(session: Session, processes: int, group_maker: str) -> None:
     """Raise MemascendError where so many processes would not train one model.
 
-    `group_maker` is what initialises the group of torch.distributed, in words.
+    `group_maker` names, in words, the code that initialises the group of torch.distributed.
     """
     ranks = 1 if session.membership is None else session.membership.ranks.size
     if ranks != processes:

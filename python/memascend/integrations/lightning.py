@@ -81,7 +81,7 @@ class _MixedPrecision(_ClipsInUpdate, _Mixed):
 
 
 def _adapted(plugin: Any) -> Any:
-    """Return the plugin of memascend that does what a plugin of Lightning does.
+    """Return the plugin of memascend that takes the place of a plugin of Lightning.
 
     Raises MemascendError for one whose arithmetic an offloaded model cannot have.
     """
@@ -137,7 +137,7 @@ class MemascendStrategy(_Single):
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self._where = None if store is None else {"store": store, "host_memory": host_memory, **options}
         self._devices: list[torch.device] = []
-        #: The optimizers of a checkpoint, until those of the module have been made.
+        #: The optimizers of a checkpoint, until the module's have been made.
         self._restored: list[OffloadedOptimizer] = []
 
     # ---- where it computes ------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class MemascendStrategy(_Single):
         self._precision_plugin = _adapted(plugin)
 
     def model_to_device(self) -> None:
-        """Offload the module, if it is to be, and move what is in memory to the device."""
+        """Offload the module, if it is to be, and move its parts in memory to the device."""
         module = self.lightning_module
         if named.open_session(module) is None:
             if self._where is None:
@@ -254,8 +254,8 @@ class MemascendStrategy(_Single):
     ) -> None:
         """Keep a checkpoint in the store, and write the directory that names it.
 
-        One that is there under this name stays until the new one is whole. Raises what `memascend.save_checkpoint`
-        raises.
+        One that is there under this name stays until the new one is whole. Raises as `memascend.save_checkpoint`
+        does.
         """
         directory = Path(filepath)
         before = [named.read_name(directory)] if named.has_names(directory) else []
@@ -288,7 +288,7 @@ class MemascendStrategy(_Single):
         return {**checkpoint, "memascend": tag}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Go back to the checkpoint in the store, and load what the module has in memory.
+        """Go back to the checkpoint in the store, and load the module's parts in memory.
 
         Lightning calls this before set-up: a module that is not offloaded yet takes up the run of `store`.
         """

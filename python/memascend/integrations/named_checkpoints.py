@@ -1,6 +1,6 @@
 """Checkpoints of other libraries' loops: a directory of kilobytes that names a checkpoint in the store of a model.
 
-What lies on the store is kept there under a name. The directory holds that name, and whatever is in memory.
+The part on the store is kept there under a name. The directory holds that name, and whatever is in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: The file of a checkpoint's directory that names checkpoints in stores; a store's own file has another name.
 MANIFEST = "memascend_checkpoint.json"
-#: Version of that file. A later version refuses what it cannot read.
+#: Version of that file. A later version refuses a file that it cannot read.
 _FORMAT = 1
 
 
@@ -56,7 +56,7 @@ def write_names(directory: Path, models: dict[int, tuple[Session, str | None]]) 
 
 
 def has_names(directory: Path) -> bool:
-    """Whether a directory is a checkpoint that `write_names` was called for."""
+    """Return whether a directory is a checkpoint that `write_names` was called for."""
     return (directory / MANIFEST).is_file()
 
 
@@ -100,7 +100,7 @@ def ranks_of(session: Session | None) -> Ranks | None:
 
 
 def is_trained(session: Session) -> bool:
-    """Whether anything on the store of an offloaded model is trained: if not, a checkpoint needs nothing of it."""
+    """Return whether anything on the store of an offloaded model is trained: else a checkpoint needs none of it."""
     with as_held():
         return any(place.parameter.requires_grad and place.tensor.trained for place in session.places)
 
@@ -108,8 +108,8 @@ def is_trained(session: Session) -> bool:
 def keep(session: Session, label: str) -> str | None:
     """Keep the present state of an offloaded model in its store, under a new name that begins like `label`.
 
-    Returns the name, the same on every rank, or None where nothing on the store is trained. Raises what
-    `memascend.save_checkpoint` raises.
+    Returns the name, the same on every rank, or None where nothing on the store is trained. Raises as
+    `memascend.save_checkpoint` does.
     """
     if not is_trained(session):
         return None
@@ -130,7 +130,7 @@ def go_back(session: Session, tag: str) -> list[OffloadedOptimizer]:
 
 
 def forget(model: nn.Module, tags: Iterable[str | None]) -> None:
-    """Delete those of the named checkpoints that are in the store of `model`."""
+    """Delete the named checkpoints that are in the store of `model`."""
     session = find_offload(model)
     if session is None or session.closed:
         return
@@ -145,7 +145,7 @@ def state_in_memory(model: nn.Module) -> dict[str, Any]:
 
 
 def load_state_in_memory(model: nn.Module, state: dict[str, torch.Tensor], frozen_elsewhere: bool = False) -> None:
-    """Load what `state_in_memory` returned. With `frozen_elsewhere` it may lack frozen weights.
+    """Load the result of `state_in_memory`. With `frozen_elsewhere` it may lack frozen weights.
 
     Raises CheckpointError where the model has other parts in memory now.
     """
@@ -167,7 +167,7 @@ def _names_on_store(model: nn.Module) -> set[str]:
 
 
 def belongs_to(optimizer: Any, session: Session) -> bool:
-    """Whether all that an optimizer trains is on the store of one offloaded model, and so in its checkpoints."""
+    """Return whether all that an optimizer trains is on one offloaded model's store, and so in its checkpoints."""
     return isinstance(optimizer, OffloadedOptimizer) and optimizer.trains_only(session)
 
 

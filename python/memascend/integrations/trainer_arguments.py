@@ -1,4 +1,4 @@
-"""What the arguments of a Trainer say of an offloaded model: where it goes, its optimizer, and what is refused."""
+"""The arguments of a Trainer for an offloaded model: where it goes, its optimizer, and refusals."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def apollo_groups_with_decay(
 ) -> list[dict[str, Any]]:
     """Return the groups of `memascend.apollo_groups`, with weights' decay for all parameters but vectors.
 
-    Of the matrices only those of `targets` are projected: a regular expression that a module's whole name matches, or
+    Only the matrices that `targets` names are projected: a regular expression that a module's whole name matches, or
     parts of names, as in `TrainingArguments.optim_target_modules`. None and "all-linear" stand for all.
     """
     groups = apollo_groups(model, rank)
@@ -228,7 +228,7 @@ def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
 def check_optimizer_of_run(args: Any, optimizer: OffloadedOptimizer) -> None:
     """Raise ValueError where the arguments name another optimizer, or other states, than a run that is gone on with.
 
-    Learning rate, betas and the like are those of the run, as in a checkpoint of PyTorch's optimizers.
+    Learning rate, betas and the like are the run's, as in a checkpoint of PyTorch's optimizers.
     """
     named, _ = optimizer_of(args)
     name = str(getattr(args.optim, "value", args.optim))
@@ -250,7 +250,7 @@ def check_optimizer_of_run(args: Any, optimizer: OffloadedOptimizer) -> None:
 
 
 def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
-    """Raise ValueError where a model is given by name in another dtype than its run has; say what else is the run's."""
+    """Raise ValueError where a model is given by name in another dtype than its run has; name the run's options."""
     session = offload_of(resumed)
     dtypes = {place.dtype for place in session.places}
     wanted = parse_dtype(_init_options(args)["dtype"])
@@ -270,7 +270,7 @@ def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
 
 
 def _optim_args(given: str | None) -> dict[str, Any]:
-    """Parse "name=value,..." of `optim_args`. Raises ValueError for what cannot be parsed."""
+    """Parse "name=value,..." of `optim_args`. Raises ValueError for a text that cannot be parsed."""
     options: dict[str, Any] = {}
     for part in (given or "").replace(" ", "").split(",") if given else ():
         name, separator, value = part.partition("=")
@@ -283,7 +283,7 @@ def _optim_args(given: str | None) -> dict[str, Any]:
     return options
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------------------
 
 
 def check(args: Any, session: Session, optimizers: Any) -> None:
@@ -307,7 +307,7 @@ def check(args: Any, session: Session, optimizers: Any) -> None:
 
 
 def _refusals(args: Any, session: Session) -> Iterator[str]:
-    """Yield what of the arguments an offloaded model cannot do, and what to do instead."""
+    """Yield the arguments that an offloaded model cannot have, each with its remedy."""
     if args.n_gpu > 1 or (args.world_size > 1 and args.device.type != "cpu"):
         yield (
             "one process trains on one GPU, and several on CPUs: start one process, and show it one GPU "
@@ -346,7 +346,7 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
 
 
 def _refusals_over_processes(args: Any) -> Iterator[str]:
-    """Yield what of the arguments several processes cannot do, and what to do instead."""
+    """Yield the arguments that several processes cannot have, each with its remedy."""
     if args.push_to_hub:
         yield "push_to_hub cannot be had yet over several processes: save the model, and upload the directory"
     if args.save_on_each_node:

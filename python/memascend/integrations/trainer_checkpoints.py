@@ -36,9 +36,9 @@ _log = logging.getLogger("memascend")
 
 
 class CheckpointsMixin:
-    """What a Trainer saves and goes back to. Part of `TrainerMixin`."""
+    """The checkpoints that a Trainer saves and goes back to. Part of `TrainerMixin`."""
 
-    # What transformers' Trainer has.
+    # Attributes of transformers' Trainer.
     if TYPE_CHECKING:
         args: Any
         model: Any

@@ -1,4 +1,4 @@
-"""What a Trainer prints of a step: lines as long as transformers' own."""
+"""The lines that a Trainer prints of a step, as long as transformers' own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PrinterCallback, ProgressCallback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: How the names of memascend's figures begin in what is logged.
+#: How the names of memascend's figures begin in logs.
 PREFIX = "memascend/"
 
 
 @contextmanager
 def figures_not_printed(callbacks: list[Any]) -> Iterator[None]:
-    """Have the callbacks that print what is logged leave out memascend's figures, which the others get."""
+    """Have the callbacks that print logs leave out memascend's figures, which the others get."""
     printing = [callback for callback in callbacks if isinstance(callback, PrinterCallback | ProgressCallback)]
     before = [vars(callback).get("on_log") for callback in printing]
     for callback in printing:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-#: What was logged, and the figures of steps, one JSON object a line.
+#: Logs, and the figures of steps, one JSON object a line.
 LOG_NAME = "metrics.jsonl"
 
 
@@ -31,7 +31,7 @@ class Position(TrainerCallback):
     """The Trainer's own state, tracked by `memascend.track`.
 
     A durable step is recorded before its figures are logged, the model evaluated and a checkpoint saved. A run that is
-    resumed there does first what was still to be done.
+    resumed there first does the rest of that step's work.
     """
 
     #: The name of this in a record.
@@ -88,7 +88,7 @@ class Position(TrainerCallback):
         }
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Take up a result of `state_dict`."""
         self._loaded = recorded
         self.log.count = recorded["logged"]
         self._finished_step, self._finished_epochs = recorded["finished"]
@@ -104,7 +104,7 @@ class Position(TrainerCallback):
     # ---- the course of a training --------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do what was still to be done when the run was interrupted."""
+        """Do the work that was left when the run was interrupted."""
         trainer = self._trainer
         if trainer._keeps_log:
             offloaded = trainer.model if find_offload(trainer.model) is not None else None
@@ -116,7 +116,7 @@ class Position(TrainerCallback):
         trainer._total_loss_scalar = -self._loaded["loss"]
         trainer._globalstep_last_logged = self._loaded["last_logged"]
         self._loaded = None
-        # The random numbers are those of the step, as evaluation then found them.
+        # The random numbers are the step's, as evaluation then found them.
         if state.global_step > self._finished_step:
             trainer.control = trainer.callback_handler.on_step_end(args, state, control)
             self._log_save_evaluate()
@@ -143,7 +143,7 @@ class Position(TrainerCallback):
         )
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Note that what follows belongs to the epoch."""
+        """Note that the following steps belong to the epoch."""
         self._epoch_ends = True
 
 
@@ -178,7 +178,7 @@ class TrainerLog:
         self._step, self._tokens = step, 0
 
     def _about(self, opening: dict[str, Any]) -> dict[str, Any]:
-        """Return what the first record says beside what `opening` has of the machine, the plan and the store."""
+        """Return the entries of the first record, with `opening`'s on the machine, the plan and the store."""
         return {}
 
     def count_tokens(self, tokens: int) -> None:
@@ -193,7 +193,7 @@ class TrainerLog:
         return _divided(self._meter.lap(tokens), steps)
 
     def lap(self) -> dict[str, Any]:
-        """Return the figures of what was done since the last ones, without tokens that are trained on."""
+        """Return the figures of the work since the last ones, without tokens that are trained on."""
         return {} if self._meter is None else self._meter.lap(0)
 
     def append(self, entry: dict[str, Any], figures: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ class TrainerLog:
         return [record["logged"] for record, _ in self._records(count) if is_entry(record)]
 
     def _cut(self, count: int) -> int:
-        """Cut off what lies after entry `count`, and return the number of entries that are left."""
+        """Cut off the entries after entry `count`, and return the number of entries that are left."""
         kept = kept_bytes = 0
         for record, end in self._records(count):
             kept, kept_bytes = kept + is_entry(record), end
@@ -244,7 +244,7 @@ class TrainerLog:
 
 
 def is_entry(record: dict[str, Any]) -> bool:
-    """Whether a record is of something that was logged, and not of how a run began or ended."""
+    """Return whether a record is of something that was logged, and not of how a run began or ended."""
     return record["record"] in ("step", "eval", "log")
 
 
@@ -258,7 +258,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _divided(lap: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Divide what was counted over several steps."""
+    """Divide counts over several steps."""
     if steps == 1:
         return lap
     for name in ("tokens", "seconds", "ssd_bytes_read", "ssd_bytes_written", "network_bytes_sent"):

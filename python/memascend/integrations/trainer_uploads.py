@@ -43,7 +43,7 @@ def _without_stores(upload: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def stores_left_out() -> Iterator[None]:
-    """Have what transformers' Trainer uploads meanwhile leave out every store under its output directory.
+    """Have uploads of transformers' Trainer meanwhile leave out every store under its output directory.
 
     Raises ValueError where this version of transformers uploads in another way.
     """

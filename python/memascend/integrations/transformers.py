@@ -57,7 +57,7 @@ _NO_TOKENS = ("mask", "type_ids", "position_ids", "positions", "labels", "_sizes
 
 
 class TrainerMixin(CheckpointsMixin):
-    """What a class that derives from `transformers.Trainer` does for an offloaded model. Put it before that class.
+    """A class that derives from `transformers.Trainer`, for an offloaded model. Put this before that class.
 
     - The model is offloaded (`memascend.offload`, `from_pretrained`, `resume`), or `args` say where it goes
       (`OffloadArguments`); then it may be given by its directory. A run in the store is taken up.
@@ -69,7 +69,7 @@ class TrainerMixin(CheckpointsMixin):
       batches of its own, as with DistributedDataParallel, and the update takes the mean of their gradients. The first
       one writes and deletes the directories of checkpoints, and reads them for all; each keeps the named checkpoint in
       its store. Where one cannot, all raise.
-    - What cannot be done is refused here with a ValueError, before anything starts.
+    - Impossible arguments are refused here with a ValueError, before anything starts.
 
     Adapters that are added to an offloaded model are trained and saved as transformers does it.
     """
@@ -88,7 +88,7 @@ class TrainerMixin(CheckpointsMixin):
         _check_given(model, args)
         #: Whether the store holds a Trainer's run that `train` has not been told to go on with.
         self._run_found = False
-        #: Whether that run's weights have replaced those of the model that was given.
+        #: Whether that run's weights have replaced the given model's.
         self._weights_replaced = False
         #: Whether `train` goes on with a run in the store.
         self._resuming = False
@@ -218,7 +218,7 @@ class TrainerMixin(CheckpointsMixin):
 
     @contextmanager
     def _resumption(self, given: Any) -> Iterator[Any]:
-        """Take up the run that `given` names, and yield what transformers' Trainer reads its own state from."""
+        """Take up the run that `given` names, and yield the directory with the state of transformers' Trainer."""
         session, ranks = self._stored, self._ranks
         checkpoint = None if given in (None, False, True) else Path(given)
         tag = None if checkpoint is None or session is None else self._named_by(checkpoint)
@@ -282,7 +282,7 @@ class TrainerMixin(CheckpointsMixin):
     def evaluation_loop(self, *others: Any, **named: Any) -> Any:
         """Evaluate or predict as `transformers.Trainer.evaluation_loop` does.
 
-        Raises ValueError where the weights are those of a run in the store, and not of the model that was given.
+        Raises ValueError where the weights belong to a run in the store, and not to the given model.
         """
         if self._weights_replaced and self._stored is not None:
             where = ", ".join(map(str, self._stored.paths))
@@ -300,9 +300,9 @@ class TrainerMixin(CheckpointsMixin):
         return loss if self._ranks is None else self._with_others(loss, self._ranks)
 
     def _with_others(self, loss: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Add the losses of a batch of each rank to what is logged, in their order, but for the last, and return that.
+        """Add the losses of a batch of each rank to the logged sum, in their order, but for the last, and return that.
 
-        So the sum on every rank is rounded as that of one process which takes the batches one after another.
+        So the sum on every rank is rounded as in one process which takes the batches one after another.
         """
         self._losses = ranks.collect("gather the losses of a batch", loss.detach().view(1)).view(-1) / ranks.size
         for earlier in self._losses[:-1]:
@@ -316,7 +316,7 @@ class TrainerMixin(CheckpointsMixin):
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         """Log as `transformers.Trainer.log` does; a step with its seconds, SSD bytes, host memory: "memascend/...".
 
-        What is printed is as transformers prints it, without these.
+        Lines are printed as by transformers, without these.
         """
         log = self._position.log if self.is_in_train and self._keeps_log else None
         figures: dict[str, Any] = {}
@@ -359,7 +359,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
     __doc__ = f"{__doc__}\n\n{TrainerMixin.__doc__}"
 
 
-# ---- what a Trainer is made of ----------------------------------------------------------------------------------
+# ---- the parts of a Trainer ------------------------------------------------------------------------------------
 
 
 def _check_given(model: Any, args: Any) -> None:

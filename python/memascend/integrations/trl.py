@@ -32,7 +32,7 @@ class RewardConfig(OffloadArguments, trl.RewardConfig):  # type: ignore[name-def
 
 
 class _TrlMixin(TrainerMixin):
-    """What is the same for all of them."""
+    """The part that is the same for all of them."""
 
     _over_ranks = False
 

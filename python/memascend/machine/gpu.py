@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import Rule, StepScalars, step_host
-from memascend.common.sizes import counted
+from memascend.common.sizes import counted, format_size
 from memascend.errors import HostMemoryError, UnmeasuredError
 from memascend.machine import drives
 from memascend.machine.cuda import open_device
@@ -171,8 +171,9 @@ def _pinned() -> torch.Tensor:
             nbytes //= 2
             if nbytes < COPY_BYTES_MIN:
                 raise HostMemoryError(
-                    f"the system pins not even {2 * nbytes} bytes of host memory, so that copies cannot be measured: "
-                    f"raise the limit on locked memory (`ulimit -l`; under WSL2 `memory` in .wslconfig): {error}"
+                    f"the system pins not even {format_size(2 * nbytes)} of host memory, so that copies cannot be "
+                    f"measured: raise the limit on locked memory (`ulimit -l`; under WSL2 `memory` in .wslconfig): "
+                    f"{error}"
                 ) from error
 
 

@@ -1,7 +1,7 @@
 """The step that the ranks of a run go on from: the newest one that every rank's store has.
 
-What was newer on a rank that goes back is removed, since its room is written over from then on. A checkpoint that not
-all ranks have, because one was killed, is deleted when the run is resumed.
+Newer generations of a rank that goes back are removed, since their room is written over from then on. A checkpoint that
+not all ranks have, because one was killed, is deleted when the run is resumed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Generation = tuple[int, int, list[str]]
 
 #: The file that has the manifest before the newest, until the next is written there.
 BEFORE = f"{MANIFEST}.new"
-#: What the newest is called while the one before is looked at.
+#: The name of the newest while the one before is looked at.
 _ASIDE = f"{MANIFEST}.aside"
 
 
@@ -41,14 +41,14 @@ def go_to_common_step(store: Sequence[str | os.PathLike[str]], ranks: Ranks) -> 
     A generation's room is not used again before every rank has the next one. So a rank that was quicker than the
     others to commit its last generation still has the one before, whole.
 
-    Raises CheckpointError on every rank where there is none that all have, or where the stores are not those of one run
-    with as many ranks, each that of its rank.
+    Raises CheckpointError on every rank where there is none that all have, or where the stores do not belong to one run
+    with as many ranks, each to its rank.
     """
     directories = [Path(path) for path in store]
     told = [json.loads(text) for text in ranks.texts("resume a run", json.dumps(_look(directories)))]
     common, tags = _common(told)
     if common != told[ranks.rank]["generations"][0][0]:
-        # What is newer must not be found again: its room is overwritten from now on.
+        # A newer generation must not be found again: its room is overwritten from now on.
         for directory in _volumes(directories):
             if _number(directory / MANIFEST) > common:
                 _give_up(directory, common)
@@ -100,7 +100,7 @@ def _common(told: list[dict[str, Any]]) -> tuple[int, set[str]]:
 
 
 def _problem(told: list[dict[str, Any]]) -> str | None:
-    """Say why the stores of which the ranks have told cannot go on together, or return None."""
+    """Say why the stores that the ranks have described cannot go on together, or return None."""
     for rank, of_rank in enumerate(told):
         where = f"the store of rank {rank} in {of_rank['store']}"
         if "error" in of_rank:
@@ -121,7 +121,7 @@ def _problem(told: list[dict[str, Any]]) -> str | None:
 
 
 def _look(directories: Sequence[Path]) -> dict[str, Any]:
-    """Return what a rank tells the others of its store: the generations there, the newest first."""
+    """Return the description of its store that a rank sends: the generations there, the newest first."""
     told: dict[str, Any] = {"store": ", ".join(map(str, directories))}
     try:
         volumes = _volumes(directories)
@@ -140,7 +140,7 @@ def _open(directories: Sequence[Path]) -> KeptStore:
 
 
 def _volumes(directories: Sequence[Path]) -> list[Path]:
-    """Return all directories of a store of which some are given, each with its newest manifest."""
+    """Return all directories of a store, some given, each with its newest manifest."""
     for directory in directories:
         _put_back(directory)  # An earlier look may have been interrupted.
     with closing(_open(directories)) as kept_store:
@@ -182,7 +182,7 @@ def _give_up(directory: Path, limit: int) -> None:
 
 
 def _described(kept_store: KeptStore, directories: Sequence[Path]) -> tuple[_Generation, dict[str, Any] | None]:
-    """Return the generation of an open store, and what its record says of the ranks; close it."""
+    """Return the generation of an open store, and the ranks in its record; close it."""
     with closing(kept_store):
         record = parse_record(kept_store.state, directories)
         tags = [tag for tag, _, _, _ in kept_store.snapshots()]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What is written, and how."""
+    """The source and the form of an export."""
 
     #: "huggingface" (save_pretrained), "torch" (that and the optimizer's state dict), "distributed" or "gguf".
     layout: str
@@ -41,7 +41,7 @@ class Export:
 
 
 def export(paths: Sequence[Path], out: Path, how: Export) -> str:
-    """Write a model to the directory `out`, and return what it is, such as "the model after step 3".
+    """Write a model to the directory `out`, and return its description, such as "the model after step 3".
 
     Nothing of `paths` changes. `out` appears whole, or not at all. A model directory gets the tokenizer of the one that
     the run was made from.
@@ -89,7 +89,7 @@ def _check_directory(paths: Sequence[Path], how: Export) -> None:
 
 
 def _of_store(paths: Sequence[Path], out: Path, how: Export) -> str:
-    """Write what a store holds to `out`."""
+    """Write the model of a store to `out`."""
     source = read_record(list(paths))["model"]
     # No second slots are needed, since nothing is updated.
     resumed = resume(list(paths), host_memory=how.host_memory, durability="none")

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
-    """Return what a store holds, as values that JSON can hold.
+    """Return the contents of a store, as values that JSON can hold.
 
-    Of a run that is going on it is the last durable step, and a notice says so. `step_bytes` are those of its weights,
+    Of a run that is going on it is the last durable step, and a notice says so. `step_bytes` counts its weights,
     states and buffers by kind, which a step writes where nothing stays in memory; gradients and activations that pass
-    through the store are counted in the life of the volumes alone. `recipe` is what `forecast.of_store` takes.
+    through the store are counted in the life of the volumes alone. `recipe` is the argument of `forecast.of_store`.
 
     Args:
         paths: the volumes of the store, at least one.
@@ -72,7 +72,7 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
 
 
 def holds_store(path: Path) -> bool:
-    """Whether a directory or device is one of a store."""
+    """Return whether a directory or device is one of a store."""
     return path.is_block_device() or (path / MANIFEST).exists()
 
 
@@ -108,9 +108,9 @@ def _step_bytes(record: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> di
 
 
 def _recipe(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what makes a forecast of the run, or None for a model that is not transformers' or has no optimizer.
+    """Return the inputs of a forecast of the run, or None for a model that is not transformers' or has no optimizer.
 
-    Sizes of a step are those of a run of the command line; a loop of the user's own does not record them.
+    Sizes of a step are known of a run of the command line; a loop of the user's own does not record them.
     """
     config = record["model"].get("config")
     if config is None or len(record["optimizers"]) != 1:
@@ -130,14 +130,14 @@ def _recipe(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _user_of_store(error: StoreError) -> str | None:
-    """Return the number of the process that uses the store, if that is what `error` says."""
+    """Return the number of the process that uses the store, if `error` names one."""
     return process_using(Path(error.filename)) if error.errno == errno.EBUSY and error.filename else None
 
 
 def _idle_store(paths: Sequence[Path]) -> KeptStore:
     """Open a store.
 
-    Raises StoreError for one that cannot be opened, with what to do where a run is going on.
+    Raises StoreError for one that cannot be opened, with the remedy where a run is going on.
     """
     try:
         return KeptStore(list(paths))
@@ -201,7 +201,7 @@ def checkpoints_text(report: dict[str, Any]) -> str:
 def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
     """Read everything that a store holds; return the bytes read, and a line for each damaged range or manifest.
 
-    A damaged manifest is written anew if what its store holds by another one is whole.
+    A damaged manifest is written anew if the store is whole by another one.
     """
     bar: Progress | None = None
     read_bytes = 0
@@ -226,7 +226,7 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
 
 
 def _mended(store: KeptStore, paths: Sequence[Path], is_whole: bool) -> list[str]:
-    """Write damaged manifests of a store anew if what it holds `is_whole`, and return a line for each."""
+    """Write damaged manifests of a store anew if its contents are `is_whole`, and return a line for each."""
     if not store.damaged_manifests:
         return []
     taken = f"of another volume was taken, which has {what_it_has(store, paths)}"

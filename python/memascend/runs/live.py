@@ -52,7 +52,7 @@ def process_using(path: Path) -> str | None:
 
 
 def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], list[str]]:
-    """Return what `KeptStore.report` does, with `state` and `snapshots` of a `KeptStore`, and notices.
+    """Return the report of `KeptStore.report`, with `state` and `snapshots` of a `KeptStore`, and notices.
 
     Raises StoreError where the store that `process` uses has no manifest yet.
     """
@@ -146,14 +146,14 @@ def path_of(volume: str) -> Path:
 
 
 def _read_regular(file: Path) -> bytes:
-    """Return what a file holds; for a pipe, which may have no other end, and for one too long, nothing."""
+    """Return the contents of a file; nothing for a pipe, which may have no other end, or a file that is too long."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         status = os.fstat(opened.fileno())
         return opened.read() if stat.S_ISREG(status.st_mode) and status.st_size <= _MANIFEST_BYTES_MAX else b""
 
 
 def _volume(path: str, share: float, life_bytes_written: int) -> dict[str, Any]:
-    """A volume as `KeptStore.report` describes it; what only its own process knows of a device is None."""
+    """Describe a volume as `KeptStore.report` does; facts on a device that only its own process knows are None."""
     described: dict[str, Any] = {"path": path, "share": share, "life_bytes_written": life_bytes_written}
     try:
         reserved = (Path(path) / _VOLUME).stat().st_size
@@ -165,7 +165,7 @@ def _volume(path: str, share: float, life_bytes_written: int) -> dict[str, Any]:
 
 
 def _crc32c(data: bytes) -> int:
-    """The CRC-32C (Castagnoli) of some bytes."""
+    """Return the CRC-32C (Castagnoli) of some bytes."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _LEAST = (PAGE_BYTES, 1, GRADIENT_BLOCK, PAGE_BYTES, 1)
 #: Elements that are copied at once: whole gradient blocks, at which shares begin.
 PIECE_ELEMENTS = 32 * GRADIENT_BLOCK
-#: The most bytes of them: those of float32.
+#: The most bytes of an element, in float32.
 PIECE_BYTES = PIECE_ELEMENTS * torch.float32.itemsize
 
 
@@ -49,11 +49,11 @@ def reshard(store: RankLocations, to: RankLocations, *, ranks: int) -> int:
     """Write the stores of a run anew for another number of ranks, and return the run's durable steps.
 
     `memascend.resume` then goes on in `ranks` processes: with the bits of the run as it was, if each step has the same
-    batches. Weights and optimizer states are those of the last step that all stores of the run have. Random numbers,
+    batches. Weights and optimizer states come from the last step that all stores of the run have. Random numbers,
     buffers and the states of `memascend.track` are a rank's own: rank r gets those of rank r modulo the former number.
     Checkpoints (`save_checkpoint`) stay behind.
 
-    All stores are on this machine, and no run uses them. Those of the run stay as they are. Little memory is used.
+    All stores are on this machine, and no run uses them. The run's own stay as they are. Little memory is used.
 
     Args:
         store: the run's stores, with "{rank}" for the number of each rank, or a list with an entry for each; or the
@@ -64,7 +64,7 @@ def reshard(store: RankLocations, to: RankLocations, *, ranks: int) -> int:
 
     Raises:
         StoreError: a store cannot be read or written, or is in use.
-        CheckpointError: the stores are not those of one run, or hold what cannot be divided.
+        CheckpointError: the stores do not belong to one run, or hold a state that cannot be divided.
         OutputError: there is something in `to`.
         MemascendError: a list does not have an entry for each rank.
     """
@@ -128,21 +128,21 @@ def _open_sources(store: RankLocations) -> list[KeptStore]:
 
 
 def _are_shares(locations: Sequence[str | os.PathLike[str]]) -> bool:
-    """Whether the first of some locations has the store of a rank of as many, and not a volume of one store."""
+    """Return whether the first of some locations has the store of a rank of as many, and not a volume of one store."""
     described = None
     with suppress(StoreError):  # A volume of a store that was moved is opened with the others.
         described = read_record(list(locations[:1])).get("ranks")
     return described is not None and described["ranks"] == len(locations)
 
 
-# ---- what is copied -----------------------------------------------------------------------------------------
+# ---- copied parts -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
     """One array of a tensor in the stores of a run, weights or states, as the ranks have it together."""
 
-    #: Its name in each store, and that of its tensor.
+    #: Its name in each store, and its tensor's.
     name: str
     tensor: str
     elements: int
@@ -192,10 +192,10 @@ def _arrays_of(record: dict[str, Any], store: KeptStore, ranks: int) -> list[_Ar
 class _Moments:
     """Both moments of one matrix's projected gradient in the stores of a run, (2, channels, numbers) float32.
 
-    Each rank has those of some channels.
+    Each rank has some channels' moments.
     """
 
-    #: Its name in each store, and that of its parameter.
+    #: Its name in each store, and its parameter's.
     name: str
     parameter: str
     #: Of the matrix: its shape, its first element in its tensor, and that tensor's elements, over all ranks.
@@ -280,7 +280,7 @@ def _planes_of(record: dict[str, Any]) -> dict[tuple[str, str, str], Any]:
 
 
 def _record_for(record: dict[str, Any], copied: _Copied, rank: int, ranks: int, run: str) -> str:
-    """Return the record of a new store, made from that of a former one."""
+    """Return the record of a new store, made from a former one's."""
     shares = {array.tensor: array.share(ranks) for array in copied.arrays}
     kept = {moments.parameter: moments.nbytes(rank, ranks) for moments in copied.moments}
 
@@ -309,7 +309,7 @@ class _Copied:
     def __init__(
         self, sources: Sequence[KeptStore], arrays: Sequence[_Array], moments: Sequence[_Moments], ranks: int
     ) -> None:
-        """Copy `arrays` and `moments` from the stores of all former ranks to those of `ranks` new ones."""
+        """Copy `arrays` and `moments` from the stores of all former ranks to the stores of `ranks` new ones."""
         self.arrays, self.moments = arrays, moments
         self._sources, self._ranks = sources, ranks
         total = ranks * sum(array.nbytes(array.share(ranks)) for array in arrays)
@@ -365,7 +365,7 @@ class _Copied:
             self._write_parts(runtime, unit, moments.name, total, parts)
 
     def _write_buffers(self, runtime: Runtime, unit: int, name: str, nbytes: int, source: KeptStore) -> None:
-        """Write what a former rank has of the model's buffers, as it is."""
+        """Write a former rank's part of the model's buffers, as it is."""
 
         def read(offset: int, piece: torch.Tensor) -> None:
             source.read(name, piece.data_ptr(), len(piece), offset)
@@ -382,13 +382,13 @@ class _Copied:
         total: int,
         parts: Sequence[tuple[int, int, Callable[[torch.Tensor], None]]],
     ) -> None:
-        """Write a tensor of `total` bytes: the first byte of each part, how many, and what fills them."""
+        """Write a tensor of `total` bytes: the first byte of each part, how many, and a function that fills them."""
         tensor = runtime.create_tensor(name, total)
         for begin, nbytes, fill in parts:
             lease = runtime.lease_unit(PIECE_BYTES)
             assert lease is not None, "the piece before has been written"
             buffer = torch.frombuffer(lease, dtype=torch.uint8)
-            buffer.zero_()  # What no former rank has is padding, and so is the rest of the last page.
+            buffer.zero_()  # Elements that no former rank has are padding, and so is the rest of the last page.
             fill(buffer[:nbytes])
             del buffer
             runtime.write_part(unit, tensor, begin, nbytes, lease)
@@ -408,7 +408,7 @@ class _Copied:
 
 
 def _remove(target: list[Path]) -> None:
-    """Remove a new store, which is complete, where those of other ranks are not."""
+    """Remove a new store, which is complete, where other ranks' are not."""
     if not KeptStore.is_there(target):
         return
     Runtime(target, Arena([], [], *_LEAST), resume=True, allocator="pageable").close(keep=False)

@@ -141,7 +141,7 @@ def resume(
     if keep_store == REPLACE:
         raise ValueError("keep_store='replace' deletes the run that is to be resumed: leave it out")
     return_large_blocks_to_system()
-    # The record says what these were, once it is read.
+    # The record names these, once it is read.
     as_before = [name for name in RECORDED if keywords.get(name) is None]
     given = {name: value for name, value in keywords.items() if name not in as_before}
     with opening(resume, given) as (chosen, ranks):
@@ -177,7 +177,7 @@ def resume(
             optimizers = []
             for described in record["optimizers"]:
                 name = described["class"]
-                # What a class of the program's own raises is not the record's fault.
+                # An error of a class of the program's own is not the record's fault.
                 with nullcontext() if name in (optimizer_classes or {}) else understanding(paths):
                     optimizers.append(_make_optimizer(session, described, classes[name]))
             with understanding(paths):
@@ -257,7 +257,7 @@ def restore_checkpoint(
 ) -> Resumed:
     """Go back to a checkpoint in the store of `model`, or to its last durable step (None). Later steps are given up.
 
-    The model is the same object, and is offloaded as before. Its optimizers are made anew, and those of before can no
+    The model is the same object, and is offloaded as before. Its optimizers are made anew, and the former ones can no
     longer step. Call `memascend.track` again before training goes on.
 
     Raises StoreError if the store has no checkpoint of that name, before anything has changed.
@@ -271,7 +271,7 @@ def restore_checkpoint(
     options, group, store = session.options, None, cast("RankLocations", session.paths)
     if session.membership is not None:
         ranks = session.membership.ranks
-        # The locations are those of this rank already.
+        # The locations are this rank's already.
         group, store = ranks.group, [session.paths] * ranks.size
         ranks.meet(f"restore checkpoint {tag}")
     # As after a failure: the steps that follow the checkpoint need not be completed.
@@ -291,7 +291,7 @@ def restore_checkpoint(
 
 
 def can_resume(store: RankLocations, *, process_group: Any = None) -> bool:
-    """Whether `store` has a durable step to go on from; over ranks, whether the stores of all of them have.
+    """Return whether `store` has a durable step to go on from; over ranks, whether the stores of all of them have.
 
     `store` and `process_group` are as in `memascend.offload`. Raises StoreError if a volume cannot be read, or is in
     use.
@@ -356,7 +356,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
     for name, parameter in model.named_parameters():
         if name in recorded:
             _, _, trained_last = recorded[name]
-            parameter.requires_grad_(trained_last)  # The layout depends on what was trained at first.
+            parameter.requires_grad_(trained_last)  # The layout depends on the parameters that were trained at first.
     difference = _first_difference(units, record)
     if difference is not None:
         name, there, here = difference
@@ -455,7 +455,7 @@ def _class_of(name: str, classes: Mapping[str, type]) -> type:
 
 
 def _make_optimizer(session: Session, described: dict[str, Any], cls: type) -> OffloadedOptimizer:
-    """Make an optimizer again from what its `describe` returned."""
+    """Make an optimizer again from the result of its `describe`."""
     parameters = {place.name: place.parameter for place in session.places} | empty_parameters(session)
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in described["groups"]]
     optimizer = cls(groups, nonfinite=described["nonfinite"])

@@ -1,5 +1,7 @@
 //! Errors of CUDA: of loading its runtime library, and of its calls.
 
+use crate::Size;
+
 /// Why CUDA cannot be used, or which of its calls failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -61,8 +63,9 @@ pub enum CudaError {
     },
     /// CUDA cannot page-lock that much memory.
     #[error(
-        "{call} of {bytes} bytes: the system does not have that much memory to lock into RAM; lower host_memory, or use \
-         allocator=\"locked\" or allocator=\"pageable\""
+        "{call} of {}: the system does not have that much memory to lock into RAM; lower host_memory, or use \
+         allocator=\"locked\" or allocator=\"pageable\"",
+        Size::from(*bytes)
     )]
     OutOfMemory {
         /// The CUDA function.

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use memascend_mem::Size;
+
 use crate::{Content, Signature, UnknownData, Uuid};
 
 /// Errors of raw devices. Every message names the device and the remedy.
@@ -168,7 +170,7 @@ pub enum BlockDeviceError {
         reason: String,
     },
     /// The device is too small.
-    #[error("{path} has {bytes} bytes, and memascend needs at least {minimum_bytes}; use a larger device")]
+    #[error("{path} has {}, and memascend needs at least {}; use a larger device", Size(*bytes), Size(*minimum_bytes))]
     TooSmall {
         /// The device.
         path: PathBuf,
@@ -251,8 +253,9 @@ pub enum BlockDeviceError {
     },
     /// The device is smaller than it was.
     #[error(
-        "{path} has {bytes} bytes and had {formatted_bytes} when it was formatted; give it its size back, or \
-         format it again"
+        "{path} has {} and had {} when it was formatted; give it its size back, or format it again",
+        Size(*bytes),
+        Size(*formatted_bytes)
     )]
     Shrunk {
         /// The device.

@@ -10,6 +10,7 @@ fn reserving_more_than_the_disk_has_changes_nothing() {
     let error = volume.reserve(1 << 60).unwrap_err();
     assert!(matches!(error, IoError::NoSpace { .. }));
     assert_eq!(error.errno(), Some(libc::ENOSPC));
+    assert!(error.to_string().contains(": 1048576.00 TiB (1152921504606838784 bytes) needed, "), "{error}");
     assert_eq!(std::fs::metadata(volume.file().path()).unwrap().len(), 8192);
 }
 

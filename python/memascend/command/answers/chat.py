@@ -58,7 +58,7 @@ def chat(asked: Asked, context: int = CONTEXT_TOKENS) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what the user types, until an empty line or the end."""
+    """Yield the lines that the user types, until an empty line or the end."""
     asks = sys.stdin.isatty()
     while True:
         if asks:
@@ -82,7 +82,7 @@ class _Conversation:
         self._messages: list[dict[str, Any]] = []
 
     def prompt(self, line: str) -> Prompt:
-        """Return what the model is given for a line of the user's."""
+        """Return the model's input for a line of the user's."""
         return [*self._messages, {"role": "user", "content": line}] if self._conversing else line
 
     def answer(self, prompt: Prompt) -> None:
@@ -113,7 +113,7 @@ class _Stream:
             self._show(text)
 
     def end(self, answer: Sequence[int]) -> None:
-        """Print what is left, and how long a token took."""
+        """Print the rest, and how long a token took."""
         self._show(self._texts.text(answer))
         seconds = (time.perf_counter() - self._begin) / max(1, len(self._ids))
         print(flush=True)
@@ -128,7 +128,7 @@ class _Stream:
 
 @contextmanager
 def _until_interrupted() -> Iterator[list[bool]]:
-    """Have Ctrl-C set the first element of what is yielded, for the block; a second one is as usual."""
+    """Have Ctrl-C set the first element of the yielded list, for the block; a second one is as usual."""
     interrupted = [False]
     previous = signal.getsignal(signal.SIGINT)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is answered, and how."""
+    """The prompts, and how they are answered."""
 
     model: Sequence[Path]
     host_memory: int | str = AUTO

@@ -18,7 +18,7 @@ class Generation:
     new_tokens: int
     #: 0 takes the most likely token; None chooses as the model's defaults say.
     temperature: float | None = None
-    #: Tokens that end an answer, beside those of the model's defaults.
+    #: Tokens that end an answer, beside the model's defaults.
     ends: Sequence[int] = ()
     #: Called with the next token of each sequence, as it is chosen.
     told: Callable[[Sequence[int]], None] | None = None
@@ -26,7 +26,7 @@ class Generation:
     stopped: Callable[[], bool] = field(default=lambda: False)
 
     def answers(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens that follow each of `prompts`, without what ends them.
+        """Return the tokens that follow each of `prompts`, without the ones that end them.
 
         Shorter prompts are padded on the left, which may change the last bits of a sum: of two tokens that are equally
         likely to that accuracy, another may be chosen than for the prompt alone.

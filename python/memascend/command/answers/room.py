@@ -46,7 +46,7 @@ def cache_bytes(config: Any, itemsize: int) -> int:
 class Room:
     """How a budget is divided."""
 
-    #: What the model gets: bytes, or "auto".
+    #: The model's budget: bytes, or "auto".
     host_memory: int | str
     #: Sequences at once.
     sequences: int
@@ -86,7 +86,7 @@ def divide(budget: int | str, prompts: Sequence[int], new_tokens: int, token_byt
 def speed_text(model: Any, weights: Path, room: Room, tokens: int | None = None) -> str:
     """Return a line on how long a token takes, which the reading of weights that do not stay in memory bounds.
 
-    `tokens` are those of all passes together, at most, where that is known.
+    `tokens` is the most of all passes together, where that is known.
     """
     session = offload_of(model)
     total = sum(unit.nbytes for unit in session.units)
@@ -115,7 +115,7 @@ def _duration(seconds: float) -> str:
 
 
 def _looked_up(model: Any, session: Any) -> int:
-    """Return the bytes of an embedding of which only rows are read."""
+    """Return the bytes of an embedding whose rows alone are read."""
     source, head = model.get_input_embeddings(), model.get_output_embeddings()
     if source is None or head is None or source.weight is head.weight:
         return 0

@@ -1,4 +1,4 @@
-"""What answers: a model directory, a store or adapters, looked at before it is opened, and opened within a budget."""
+"""Models that answer: a model directory, a store or adapters, looked at first and then opened within a budget."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Source:
 
 
 def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
-    """Look at what `paths` names: a model directory, the id of a model of the hub, adapters, or a store's volumes.
+    """Look at a source: a model directory, the id of a model of the hub, adapters, or a store's volumes.
 
     Args:
         tokenizer: a directory whose tokenizer is taken instead.
 
-    Raises CheckpointError for what has no causal language model, StoreError for what is no store either.
+    Raises CheckpointError for a source without a causal language model, StoreError for one that is no store either.
     """
     first = paths[0]
     if tokenizer is not None and not has_tokenizer(tokenizer):

@@ -19,7 +19,7 @@ Prompt = str | list[dict[str, Any]]
 
 
 class Texts:
-    """What a model reads and writes, as text."""
+    """The input and output of a model, as text."""
 
     def __init__(self, directory: Path | None) -> None:
         """Take the tokenizer in `directory`; None is one token for each byte."""
@@ -35,7 +35,7 @@ class Texts:
         return [] if end is None else [end]
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt: of a text as it is, of messages with what begins the model's turn.
+        """Return the tokens of a prompt: of a text as it is, of messages with the beginning of the model's turn.
 
         Raises DataError for messages that cannot be rendered.
         """
@@ -49,7 +49,7 @@ class Texts:
             applied = self._tokenizer.apply_chat_template(  # type: ignore[union-attr]
                 prompt, add_generation_prompt=True, return_dict=True
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any kind
             raise DataError(f"the chat template cannot render a prompt: {first_line(error)}") from error
         return list(applied["input_ids"])
 
@@ -65,7 +65,7 @@ def read_prompts(path: Path, *, as_messages: bool) -> list[Prompt]:
 
     Args:
         path: the file; "-" is standard input.
-        as_messages: whether a text is what a user says in a conversation, instead of what the model continues.
+        as_messages: whether a text is a user's turn in a conversation, instead of one that the model continues.
 
     Raises DataError for a file that cannot be read, or has no prompts.
     """

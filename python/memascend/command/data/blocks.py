@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from memascend.command.data.chat import ChatError
 from memascend.command.data.documents import Documents
-from memascend.command.data.marked import IGNORED, largest, marked, unmarked
+from memascend.command.data.marked import IGNORED, largest, marked, positions, unmarked
 from memascend.command.data.order import shuffled
 from memascend.command.data.sequences import Sequences
 from memascend.command.data.tokens import Tokenizer
@@ -24,9 +24,10 @@ PADDED_TO = 64
 class Blocks:
     """Documents in a seeded order as sequences of at most `seq_len` tokens on disk, with the labels of each token.
 
-    Packed, documents lie end to end, and the sequences are blocks of `seq_len`. Else each document is a sequence of its
-    own, cut off where it is longer, and padded in its batch. A sequence without a token to train on has no loss, and is
-    left out.
+    Packed, documents lie end to end, and the sequences are blocks of `seq_len`. With `boundaries` the positions begin
+    anew at each document, and its first token, which nothing of it predicts, is not trained on. Else each document is a
+    sequence of its own, cut off where it is longer, and padded in its batch. A sequence without a token to train on has
+    no loss, and is left out.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Blocks:
         vocab_size: int,
         tokens_max: int | None = None,
         packing: bool = True,
+        boundaries: bool = False,
         loss_on_all: bool = False,
         part: range | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -52,7 +54,8 @@ class Blocks:
         self.seq_len, self.tokens_max = seq_len, tokens_max
         self._seed = seed
         self._padding = max(0, tokenizer.end_of_document or 0)  # any id: it is neither seen by others nor trained on
-        self._sequences = Sequences(scratch, seq_len, packing=packing)
+        self._boundaries = packing and boundaries
+        self._sequences = Sequences(scratch, seq_len, packing=packing, boundaries=boundaries)
         try:
             part = range(len(documents)) if part is None else part
             for done, position in enumerate(part, start=1):
@@ -88,7 +91,7 @@ class Blocks:
         return len(self._sequences)
 
     def notes(self) -> list[str]:
-        """What became of documents and sequences that are not trained on as they are, a line for each."""
+        """Return a line for each kind of documents and sequences that are not trained on as they are."""
         notes = []
         if cut_off := self._sequences.cut_off:
             notes.append(f"documents longer than --seq-len {self.seq_len}, which were cut off there: {cut_off}")
@@ -107,19 +110,25 @@ class Blocks:
         return shuffled(place, len(self), f"{self._seed}/epoch {epoch}")
 
     def row(self, number: int) -> dict[str, torch.Tensor]:
-        """Sequence `number` in stored order: `input_ids` and `labels`, of shape (up to seq_len,), int64."""
-        ids, labels = unmarked(self._sequences.row(number))
-        return {"input_ids": ids, "labels": labels}
+        """Sequence `number` in stored order: `input_ids` and `labels`, of shape (up to seq_len,), int64.
+
+        With boundaries `position_ids` too, from which transformers makes the masks of packed sequences.
+        """
+        stored = self._sequences.row(number)
+        ids, labels = unmarked(stored)
+        row = {"input_ids": ids, "labels": labels}
+        return row | {"position_ids": positions(stored)} if self._boundaries else row
 
     def padded(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return rows as a batch, of shape (count, length); -100 labels what is not trained on.
+        """Return rows as a batch, of shape (count, length); -100 labels tokens that are not trained on.
 
-        The length is that of the longest row, rounded up to a multiple of `PADDED_TO`, and at most `seq_len`.
+        The length is the longest row's, rounded up to a multiple of `PADDED_TO`, and at most `seq_len`.
         """
         longest = max(len(row["input_ids"]) for row in rows)
         length = min(self.seq_len, -(-longest // PADDED_TO) * PADDED_TO)
         batch = {}
-        for name, value in (("input_ids", self._padding), ("labels", IGNORED)):
+        for name in rows[0]:
+            value = {"input_ids": self._padding, "labels": IGNORED}.get(name, 0)
             padded = [pad(row[name], (0, length - len(row[name])), value=value) for row in rows]
             batch[name] = torch.stack(padded)
         return batch

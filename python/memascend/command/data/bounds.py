@@ -46,7 +46,8 @@ def _timed(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, _stop)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: Python drops the exception of a handler that strikes in a finalizer.
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:

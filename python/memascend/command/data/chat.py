@@ -12,7 +12,7 @@ from memascend.command.data.records import Chat
 from memascend.command.data.templates import refuse_powers, stop_clock
 from memascend.errors import first_line
 
-#: What a template puts around the turns of the assistant, so that transformers tells their tokens.
+#: The marks of a template around the turns of the assistant, by which transformers tells their tokens.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 #: A string of a template.
@@ -23,7 +23,7 @@ CHARACTERS_MAX = 16 << 20
 
 
 class ChatError(ValueError):
-    """A conversation that a template cannot turn into tokens, or not so that it tells who says what."""
+    """A conversation that a template cannot turn into tokens, or without telling whose turn each token is."""
 
 
 class Conversations:
@@ -39,7 +39,7 @@ class Conversations:
         self._marks_turns = isinstance(template, str) and bool(_GENERATION.search(template))
 
     def unnamed(self, roles: Collection[str]) -> list[str]:
-        """Return those of `roles` that the template has no words for, which it may leave out without an error."""
+        """Return the ones among `roles` that the template has no words for, which it may leave out without an error."""
         literals = (literal[1:-1] for template in self._templates for literal in _LITERAL.findall(template))
         named = {"user", "assistant", *literals}
         return sorted(role for role in roles if role not in named)
@@ -47,7 +47,7 @@ class Conversations:
     def encode(self, chat: Chat, *, loss_on_all: bool) -> tuple[Sequence[int], Sequence[bool]]:
         """Return the ids of a conversation, and for each whether it is trained on.
 
-        Raises ChatError where the template refuses the conversation, or does not tell who says what.
+        Raises ChatError where the template refuses the conversation, or does not tell whose turns they are.
         """
         if loss_on_all:
             ids = self._ids(chat, len(chat.messages))
@@ -58,7 +58,7 @@ class Conversations:
         return self._by_prefixes(chat)
 
     def _by_prefixes(self, chat: Chat) -> tuple[Sequence[int], Sequence[bool]]:
-        """Tell each turn by what it adds to the conversation before it."""
+        """Tell each turn by its addition to the conversation before it."""
         ids = self._ids(chat, len(chat.messages))
         trained = [False] * len(ids)
         for turn in range(chat.first, len(chat.messages)):
@@ -92,5 +92,5 @@ class Conversations:
             raise ChatError(f"the chat template did not render it within {SECONDS_MAX:.0f} s") from error
         except MemoryError as error:
             raise ChatError("the chat template takes more memory than any conversation needs") from error
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any kind
             raise ChatError(f"the chat template cannot render it: {first_line(error)}") from error

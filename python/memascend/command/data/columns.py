@@ -15,12 +15,12 @@ SAVED, SPLITS = "state.json", "dataset_dict.json"
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `Dataset.save_to_disk` wrote a directory."""
+    """Return whether `Dataset.save_to_disk` wrote a directory."""
     return (folder / SAVED).is_file() and (folder / "dataset_info.json").is_file()
 
 
 def splits_of(folder: Path) -> list[str]:
-    """The splits in a directory that `DatasetDict.save_to_disk` wrote; empty for another one."""
+    """Return the splits in a directory that `DatasetDict.save_to_disk` wrote; empty for another one."""
     try:
         return json.loads((folder / SPLITS).read_bytes())["splits"]
     except (OSError, ValueError, KeyError, TypeError):

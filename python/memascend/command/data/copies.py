@@ -1,4 +1,4 @@
-"""Copies on disk of what cannot be read in its own file: rows of columns, and text in other encodings than UTF-8."""
+"""Copies on disk of data that cannot be read in its own file: rows of columns, text in other encodings than UTF-8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of files: which documents lie under some paths, and what they say."""
+"""Text of files: which documents lie under some paths, and their contents."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Documents:
 
         `as_text` takes every file as the text that it is, whatever that is written in. With `weights`, one for each of
         `paths`, the documents of a path are there so many times, where the least weight stands for once. `option` is
-        what errors call the paths.
+        the name of the paths in errors.
         """
         self.text_field, self._as_text, self._option = text_field, as_text, option
         #: Files of directories that hold no text.
         self.skipped = Skipped()
-        #: What else the user should know of the files.
+        #: Other notes on the files for the user.
         self.notes: list[str] = []
         #: How many turns of conversations, which need a chat template, each role has.
         self.roles: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Documents:
         return self._index.documents_bytes
 
     def document(self, number: int) -> Text | Completion | Chat | Instruction:
-        """A document; of a text only the pieces that are asked for are read."""
+        """Return a document; of a text only the pieces that are asked for are read."""
         place = self._index.place(number)
         path = self._copies.path(place.copy) if place.copy else place.path
         if place.kind == TEXT:
@@ -122,7 +122,7 @@ class Documents:
         return Text(decoded_pieces(io.BytesIO(record.encode()))) if isinstance(record, str) else record
 
     def where(self, number: int) -> str:
-        """The file that a document is in, and its line or record there, for messages."""
+        """Return the file that a document is in, and its line or record there, for messages."""
         return str(self._index.place(number))
 
     def _pieces(self, path: Path, offset: int) -> Iterator[str]:
@@ -204,7 +204,7 @@ class Documents:
                 raise DataError(f"{path} {error}") from error
             self.skipped.add(error.reason, path)
 
-    # ---- what a file holds ---------------------------------------------------------------------------------
+    # ---- contents of files ---------------------------------------------------------------------------------
 
     def _add_text(self, file: File) -> None:
         has_text = False
@@ -303,7 +303,7 @@ class Documents:
 
 
 def _changed(path: Path) -> DataError:
-    """What was checked when it was indexed is there no more."""
+    """Return the error for a file that has changed since it was indexed."""
     return DataError(f"{path} changed while it was being read")
 
 
@@ -324,9 +324,9 @@ def _lines(file: BinaryIO, offset: int) -> Records:
 
 
 def _elements(file: BinaryIO, about: File) -> Records:
-    """Yield number, offset and bytes of each object of an array; of what does not begin as one, bytes that are none.
+    """Yield number, offset and bytes of each object of an array; of another element, bytes that are none.
 
-    Raises DataError for what goes on otherwise.
+    Raises DataError for an array that goes on otherwise.
     """
     number = 0
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

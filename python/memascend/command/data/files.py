@@ -1,4 +1,4 @@
-"""Files of data: in which encoding their text is, and which format they have, by what they hold and then by name.
+"""Files of data: in which encoding their text is, and which format they have, by their contents and then by name.
 
 A file in UTF-16 or UTF-32 is copied to disk as UTF-8, since places in a file are kept in bytes of that.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memascend.command.data.copies import Copies
 
 _SNIFF_BYTES = 8 << 10
-#: The marks with which text can begin. That of UTF-32 begins with that of UTF-16.
+#: The marks with which text can begin. UTF-32's begins with UTF-16's.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -40,7 +40,7 @@ class NotText(Exception):
     """A file that holds no text; `reason` is the class of such files that it is counted among."""
 
     def __init__(self, reason: str, message: str) -> None:
-        """Take what is said after the path."""
+        """Take the text that follows the path."""
         super().__init__(message)
         self.reason = reason
 

@@ -33,7 +33,7 @@ class HubData:
 
     @staticmethod
     def of(text: str) -> HubData | None:
-        """Return what a word of --data names on the hub, or None for another form."""
+        """Return the data set of the hub that a word of --data names, or None for another form."""
         named = _NAMED.fullmatch(text)
         if named is None or _SUFFIX.search(text):
             return None

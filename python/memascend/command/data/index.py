@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from memascend.common.outputs import close_quietly, writing
 
-#: What a file consists of, by the names that messages have for it.
+#: The parts that a file consists of, by their names in messages.
 KINDS = (TEXT, LINE, RECORD, ROW) = ("text", "line", "record", "row")
 
 
@@ -61,7 +61,7 @@ class Index:
         self.documents_bytes += place.length
 
     def flush(self) -> None:
-        """Have `place` see what was added."""
+        """Have `place` see the entries that were added."""
         with writing(self._scratch):
             self._names.flush()
             self._places.flush()

@@ -1,7 +1,7 @@
 """JSON files that hold an array of objects: where each object lies, while the file is only mapped.
 
-Libraries that stream JSON (ijson, pyarrow) tell an object's value and not its place. A place is what the index of
-documents keeps, so that they can be read in another order without a copy of the file.
+Libraries that stream JSON (ijson, pyarrow) tell an object's value and not its place. The index of documents
+keeps places, so that documents can be read in another order without a copy of the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import mmap
 import re
 from collections.abc import Iterator
 
-#: What can open or close an object or array, and strings, in which the same characters mean nothing.
+#: Characters that open or close an object or array, and strings, in which the same characters mean nothing.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 _OBJECT, _ARRAY, _CLOSING = b"{"[0], b"["[0], b"]}"
 #: Bytes after which the pages that were read are let go, so that they do not count as this process's memory.

@@ -1,6 +1,7 @@
 """Documents to token ids, marked where they are not trained on.
 
-An id that is not trained on is kept as -1 - id, so that a file of tokens has the labels too.
+An id that is not trained on is kept as -1 - id, so that a file of tokens has the labels too. The id with which a
+document begins has the bit `BEGINS` besides, where packed documents are apart.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from memascend.command.data.pieces import PIECE_BYTES
 from memascend.command.data.records import Chat, Completion, Instruction, Text
 from memascend.command.data.tokens import Tokenizer
 
-#: What the loss of a token that is not trained on is told by.
+#: The label of a token that is not trained on.
 IGNORED = -100
-#: What is trained on.
+#: Larger than any token id.
+BEGINS = 1 << 30
+#: A document of any kind.
 Document = Text | Completion | Chat | Instruction
 
 
 def marked(document: Document, tokenizer: Tokenizer, *, loss_on_all: bool) -> Iterator[array[int]]:
-    """Yield the marked ids of a document, with what ends it, in pieces.
+    """Yield the marked ids of a document, with its end, in pieces.
 
     Raises ChatError for a conversation that the tokenizer has no template for, or cannot be rendered.
     """
@@ -47,18 +50,30 @@ def marked(document: Document, tokenizer: Tokenizer, *, loss_on_all: bool) -> It
 
 
 def largest(ids: Iterable[int]) -> int:
-    """The largest id among marked ones."""
+    """Return the largest id among marked ones."""
     return max((token if token >= 0 else -1 - token for token in ids), default=-1)
 
 
 def unmarked(marked_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and labels, int64, of the shape of the marked ids."""
     wide = marked_ids.long()
-    return torch.where(wide < 0, -1 - wide, wide), torch.where(wide < 0, IGNORED, wide)
+    return torch.where(wide < 0, (-1 - wide) % BEGINS, wide), torch.where(wide < 0, IGNORED, wide)
+
+
+def begun(marked_id: int) -> int:
+    """Mark an id as the first of its document. It is not trained on: the tokens before it are another document's."""
+    return -1 - ((marked_id if marked_id >= 0 else -1 - marked_id) | BEGINS)
+
+
+def positions(marked_ids: torch.Tensor) -> torch.Tensor:
+    """Return the position of each id in its document, or in the part of it that the sequence has: int64, from 0 on."""
+    indices = torch.arange(len(marked_ids))
+    begins = torch.where(-1 - marked_ids.long() >= BEGINS, indices, 0)
+    return indices - begins.cummax(0).values
 
 
 def _completed(document: Completion, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
-    """The ids of a prompt, and of what follows it: as in one text, if that leaves the prompt's as they are alone."""
+    """Return the ids of a prompt and its completion: as in one text, if that leaves the prompt's as they are alone."""
     prompt = list(tokenizer.encode(document.prompt))
     if len(document.prompt) + len(document.completion) < PIECE_BYTES:
         both = list(tokenizer.encode(document.prompt + document.completion))

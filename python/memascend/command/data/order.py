@@ -11,7 +11,7 @@ from memascend.errors import DataError
 
 
 def shuffled(index: int, count: int, key: str) -> int:
-    """Where `index` goes in the permutation of range(count) that `key` picks, by a Feistel network."""
+    """Return the place of `index` in the permutation of range(count) that `key` picks, by a Feistel network."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     while True:  # walk the cycle until it is back inside the range; at most 4 tries on average

@@ -19,7 +19,7 @@ class NotUtf8(ValueError):
 
 
 def decoded_pieces(file: BinaryIO) -> Iterator[str]:
-    """The rest of a binary file as text, in pieces that end at a line where one is near.
+    """Yield the rest of a binary file as text, in pieces that end at a line where one is near.
 
     Raises NotUtf8.
     """
@@ -41,5 +41,5 @@ def decoded_pieces(file: BinaryIO) -> Iterator[str]:
 def _decoded(decoder: codecs.IncrementalDecoder, raw: bytes, file: BinaryIO) -> str:
     try:
         return decoder.decode(raw, final=not raw)
-    except UnicodeDecodeError as error:  # It counts from what the decoder holds of the piece before.
+    except UnicodeDecodeError as error:  # It counts from the bytes that the decoder holds of the piece before.
         raise NotUtf8(file.tell() - len(error.object) + error.start) from error

@@ -12,9 +12,9 @@ from memascend.command.data.turns import listed, turns_of, with_system
 from memascend.errors import first_line
 
 _TURNS = ("messages", "conversations", "conversation")
-#: Fields that are read of a record, beside that of its text.
+#: Fields that are read of a record, beside its text.
 FIELDS = (*_TURNS, "prompt", "completion", "tools", "system", "instruction", "input", "output", "history")
-#: Fields that say what a record without a text is for.
+#: Fields that tell the use of a record without a text.
 PREFERENCE = ("chosen", "rejected")
 #: Half a pair of surrogates, as JSON may hold it: an escape, or bytes that Python's parser takes.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -25,7 +25,7 @@ class NotARecord(ValueError):
     """Bytes hold no object with something to train on; `is_object` says whether it is one without."""
 
     def __init__(self, message: str, *, is_object: bool = False) -> None:
-        """Take what is said after the place of the record."""
+        """Take the text that follows the place of the record."""
         super().__init__(message)
         self.is_object = is_object
 
@@ -36,14 +36,14 @@ class Damaged(NotARecord):
 
 @dataclass(frozen=True)
 class Text:
-    """A text, all of which is trained on."""
+    """A text that is trained on as a whole."""
 
     pieces: Iterator[str]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, and what is to follow it."""
+    """A prompt, and the text that is to follow it."""
 
     prompt: str
     completion: str
@@ -51,7 +51,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: turns with `role` and `content`. Those of the assistant are trained on, from `first` on."""
+    """A conversation: turns with `role` and `content`. The assistant's are trained on, from `first` on."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -60,7 +60,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction, what it is about ("" for nothing), and the answer, which is trained on: a record of Alpaca."""
+    """An instruction, its input ("" for none), and the answer, which is trained on: a record of Alpaca."""
 
     instruction: str
     input: str
@@ -86,7 +86,7 @@ class Instruction:
         return Completion("\n\n".join([*parts, "### Response:\n"]), self.output)
 
 
-#: What `read_record` returns; a text as it is.
+#: The result of `read_record`; a text as it is.
 Record = str | Completion | Chat | Instruction
 
 
@@ -97,7 +97,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     """
     try:
         value = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # the latter for what is nested too deeply
+    except (ValueError, RecursionError) as error:  # the latter for values that are nested too deeply
         raise NotARecord(f"is not JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise NotARecord("is no object, so it has no text")
@@ -105,7 +105,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def read_record(fields: dict[str, Any], text_field: str) -> Record:
-    """Return what a record has: a text, a conversation, a prompt with its completion, or an instruction.
+    """Return the document of a record: a text, a conversation, a prompt with its completion, or an instruction.
 
     Raises NotARecord where it has none of them.
     """
@@ -179,7 +179,7 @@ def other_fields(fields: dict[str, Any], text_field: str) -> str | None:
 
 
 def is_blank(record: Record) -> bool:
-    """Whether there is nothing to train on."""
+    """Return whether there is nothing to train on."""
     if isinstance(record, Chat):
         return False
     if isinstance(record, Instruction):

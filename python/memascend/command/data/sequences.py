@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from memascend.command.data.marked import begun
 from memascend.common.outputs import close_quietly, writing
 
 TOKEN_BYTES = 4
@@ -18,9 +19,10 @@ _END = struct.Struct("<Q")
 class Sequences:
     """Sequences of at most `seq_len` marked ids, in order; those without an id to train on are left out."""
 
-    def __init__(self, scratch: Path, seq_len: int, *, packing: bool) -> None:
-        """Begin with none, in files in the directory `scratch`."""
+    def __init__(self, scratch: Path, seq_len: int, *, packing: bool, boundaries: bool = False) -> None:
+        """Begin with none, in files in the directory `scratch`; `boundaries` marks where packed documents begin."""
         self._scratch, self._seq_len, self._packing = scratch, seq_len, packing
+        self._boundaries = self._begins = packing and boundaries
         self._held: array[int] = array("i")
         self._count = self._written = 0
         #: Ids that were added; without packing, only those that were not cut off.
@@ -40,6 +42,9 @@ class Sequences:
         if not self._packing and len(self._held) + len(ids) > self._seq_len:
             ids = ids[: self._seq_len - len(self._held)]
             self._is_cut_off = True
+        if self._begins and ids:
+            ids = array("i", ids)
+            ids[0], self._begins = begun(ids[0]), False
         self.tokens += len(ids)
         self._held.extend(ids)
         while self._packing and len(self._held) >= self._seq_len:
@@ -48,13 +53,14 @@ class Sequences:
 
     def end_document(self) -> None:
         """End a document. Packed ones go on in the same sequence."""
+        self._begins = self._boundaries
         if not self._packing:
             self._write(self._held)
             self.cut_off += self._is_cut_off
             self._held, self._is_cut_off = array("i"), False
 
     def flush(self) -> None:
-        """Have `row` see what was added."""
+        """Have `row` see the ids that were added."""
         with writing(self._scratch):
             self._ids.flush()
             self._ends.flush()
@@ -73,7 +79,7 @@ class Sequences:
         close_quietly(self._ends)
 
     def _end(self, index: int) -> int:
-        """Where a sequence ends, in ids."""
+        """Return the end of a sequence, in ids."""
         return _END.unpack(os.pread(self._ends.fileno(), _END.size, index * _END.size))[0] if index >= 0 else 0
 
     def _write(self, sequence: array[int]) -> None:

@@ -1,4 +1,4 @@
-"""`--show-data N`: the first sequences of a run as text, and what of them is trained on."""
+"""`--show-data N`: the first sequences of a run as text, and which parts are trained on."""
 
 from __future__ import annotations
 

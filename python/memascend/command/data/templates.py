@@ -1,4 +1,4 @@
-"""Chat templates as transformers compiles them: with a clock that stands still, and without what has no end.
+"""Chat templates as transformers compiles them: with a clock that stands still, and without endless loops.
 
 Of transformers' private names this module uses `chat_template_utils._compile_jinja_template`, which returns the one
 compiled template that it keeps for a text (5.17 to 5.20).

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from memascend.command.data.files import File, not_utf8_after
 from memascend.errors import DataError, first_line
 
-#: What can stand between cells; the one that occurs most often in the first line does.
+#: Separators of cells; the one that occurs most often in the first line does.
 _SEPARATORS = ",\t;|"
 #: The longest cell. A quote that is never closed makes the rest of a file one cell.
 CELL_CHARACTERS_MAX = 64 << 20
@@ -42,7 +42,7 @@ def table_rows(file: File, fields: Sequence[str]) -> Iterator[tuple[int, bytes]]
 
 
 def _separator(line: str) -> str:
-    """Return what separates the columns that a line names."""
+    """Return the separator of the columns that a line names."""
     unquoted = "".join(line.split('"')[::2])
     return max(_SEPARATORS, key=unquoted.count)
 

@@ -16,25 +16,25 @@ from memascend.formats.transformers_models import explained_code
 
 END_OF_DOCUMENT, PADDING = 256, 257  # the ids after the 256 bytes, in a byte-level vocabulary
 BYTE_VOCABULARY = 258
-#: Text of which a tokenizer of any language, or of proteins, knows some.
+#: Text that a tokenizer of any language, or of proteins, knows a part of.
 _PROBE = f"{string.ascii_letters} {string.digits} и 的 न ا"
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer: text to ids, ids to text, and the ids around a document."""
+    """The methods of a tokenizer that training needs: text to ids, ids to text, and the ids around a document."""
 
     end_of_document: int | None
-    beginning: Sequence[int]  # what the tokenizer puts before a text by itself
+    beginning: Sequence[int]  # ids that the tokenizer puts before a text by itself
     chat: Conversations | None  # None without a chat template
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids of a piece of text, without special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     def shown(self, ids: Sequence[int]) -> str:
-        """The text of token ids, with those that have a meaning of their own."""
+        """Return the text of token ids, with those that have a meaning of their own."""
 
 
 class ByteTokenizer:
@@ -45,15 +45,15 @@ class ByteTokenizer:
     chat: Conversations | None = None
 
     def encode(self, text: str) -> Sequence[int]:
-        """The bytes of the text."""
+        """Return the bytes of the text."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids that are bytes; others are dropped."""
+        """Return the text of the ids that are bytes; others are dropped."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
     def shown(self, ids: Sequence[int]) -> str:
-        """The text of the ids; those that are no bytes have names."""
+        """Return the text of the ids; ids that are no bytes have names."""
         names = {END_OF_DOCUMENT: "<end>", PADDING: "<pad>"}
         parts = groupby(ids, key=lambda token: token if token in names else None)
         return "".join(
@@ -123,6 +123,6 @@ def load_tokenizer(
 
 
 def _round_trip(tokenizer: Any) -> str:
-    """Return what is left of letters and digits when they have been tokens."""
+    """Return the letters and digits that are left when they have been tokens."""
     ids = tokenizer(_PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,1 +1,1 @@
-"""What each subcommand of `memascend` does: a module imports no more than its commands need."""
+"""The work of each subcommand of `memascend`: a module imports no more than its commands need."""

@@ -22,7 +22,7 @@ def generate(chosen: argparse.Namespace) -> int:
 
 
 def chat(chosen: argparse.Namespace) -> int:
-    """Answer what is typed."""
+    """Answer typed lines."""
     with Interrupts():
         talk(_asked(chosen), chosen.context)
     return 0

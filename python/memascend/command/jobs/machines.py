@@ -60,7 +60,7 @@ def _measure_drive(chosen: argparse.Namespace, location: Path) -> dict[str, Any]
 
 
 def _remembered(chosen: argparse.Namespace, remember: Callable[[], Path]) -> Path | None:
-    """The file in which a measurement is remembered, or None where it is not."""
+    """Return the file in which a measurement is remembered, or None where it is not."""
     if chosen.no_remember:
         return None
     try:
@@ -81,7 +81,7 @@ def format(chosen: argparse.Namespace) -> int:
 
 
 def doctor(chosen: argparse.Namespace) -> int:
-    """Say what of this machine fits."""
+    """Say how well this machine is suited."""
     quiet_libraries()
     with Interrupts():  # SIGTERM too leaves nothing behind
         findings = doctors.check(chosen.store, measure=not chosen.no_measure, progress=tell)

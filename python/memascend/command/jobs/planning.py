@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.command.arguments import parser
+from memascend.command.arguments import BOUNDARIES_TOKENS_MAX, parser
 from memascend.command.data_size import count_tokens
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import explain
@@ -19,7 +19,7 @@ from memascend.command.hub import CONFIG_FILES, model_directory
 from memascend.command.screen import quiet_libraries
 from memascend.command.space import free_bytes
 from memascend.common.progress import USUAL_COLUMNS
-from memascend.common.sizes import counted
+from memascend.common.sizes import AUTO, counted
 from memascend.errors import BudgetError, DataError, UnmeasuredError
 from memascend.forecast.deepspeed import forecast as deepspeed_plan
 from memascend.forecast.forecast import Gpu, as_text, forecast
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 
 def plan(chosen: argparse.Namespace) -> int:
-    """Show what a run takes."""
+    """Show the needs of a run."""
     quiet_libraries()
     try:
         if chosen.deepspeed is not None:
             return _plan_deepspeed(chosen)
+        if chosen.host_memory == AUTO and (chosen.ranks or 1) > 1:
+            raise DataError("--host-memory auto is of a run in one process: with --ranks give a size for each")
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         config = load_bare_config(chosen.model)
@@ -53,6 +55,7 @@ def plan(chosen: argparse.Namespace) -> int:
             grad_accum=chosen.grad_accum,
             micro_batch_size=chosen.micro_batch_size,
             tile_tokens=chosen.tile_tokens,
+            boundaries=chosen.seq_len <= BOUNDARIES_TOKENS_MAX,  # as `finetune` packs documents by itself
             dtype=choice.dtype,
             dtype_reason=choice.reason,
             budget=chosen.host_memory,
@@ -110,7 +113,7 @@ def _wrapped(line: str) -> str:
 
 
 def _data(chosen: argparse.Namespace, config: Any) -> dict[str, Any] | None:
-    """The `tokens` of --data that are trained on, `about` where they are estimated, and the `steps` that they take."""
+    """Return the `tokens` of --data that are trained on, `about` where they are estimated, and their `steps`."""
     if chosen.data is None:
         return None
     folder = chosen.model if chosen.model.is_dir() else chosen.model.parent
@@ -123,7 +126,7 @@ def _data(chosen: argparse.Namespace, config: Any) -> dict[str, Any] | None:
 
 
 def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int | None:
-    """The memory of adapters with their gradients and states, or None without --lora-rank."""
+    """Return the memory of adapters with their gradients and states, or None without --lora-rank."""
     if chosen.lora_rank is None:
         return None
     from memascend.command import adapters  # Imports transformers' Trainer.
@@ -134,7 +137,7 @@ def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int 
 
 
 def _processor(chosen: argparse.Namespace, dtype: str) -> dict[str, gpu.Rate] | None:
-    """The rates of this machine's processor, measured now, where a run computes on it."""
+    """Return the rates of this machine's processor, measured now, where a run computes on it."""
     if chosen.gpu is not None or (chosen.ranks or 1) > 1:
         return None
     threads = torch_threads()
@@ -164,7 +167,7 @@ def _plan_deepspeed(chosen: argparse.Namespace) -> int:
 
 
 def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
-    """The GPU to plan for, with its rates, or None.
+    """Return the GPU to plan for, with its rates, or None.
 
     Raises UnmeasuredError, naming the command to run, where a rate is unknown.
     """
@@ -186,14 +189,14 @@ def _gpu(chosen: argparse.Namespace, dtype: str) -> Gpu | None:
 
 
 def _ssd(chosen: argparse.Namespace) -> gpu.Rate | None:
-    """The rate of the drives, given or measured before, or None."""
+    """Return the rate of the drives, given or measured before, or None."""
     if chosen.ssd is not None and (chosen.ranks or 1) > 1 and chosen.network is None and not chosen.curve:
         raise DataError("--ssd is for the time of a step: over ranks give --network too")
     return gpu.rate_of_drives(chosen.ssd, chosen.store)
 
 
 def _network(chosen: argparse.Namespace) -> gpu.Rate | None:
-    """The rate of the network between the ranks, in bytes per second, or None."""
+    """Return the rate of the network between the ranks, in bytes per second, or None."""
     if chosen.network is None:
         return None
     if (chosen.ranks or 1) == 1:

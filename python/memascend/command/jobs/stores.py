@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inspect(chosen: argparse.Namespace) -> int:
-    """Show what a store holds, or how the run ended that wrote a directory."""
+    """Show the contents of a store, or how the run ended that wrote a directory."""
     run = ended_run(chosen.store[0]) if len(chosen.store) == 1 else None
     if run is not None:
         print(json.dumps(run, indent=2) if chosen.json else ended_text(chosen.store[0], run))

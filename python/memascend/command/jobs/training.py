@@ -81,7 +81,7 @@ def finetune(chosen: argparse.Namespace) -> int:
 
 
 def _conflict(settings: Settings) -> str | None:
-    """The reason why the options cannot be used together, or None."""
+    """Return the reason why the options cannot be used together, or None."""
     if settings.change and not settings.resume:
         return "--change is of a run that goes on: give --resume too"
     if settings.replace_store and (settings.resume or settings.in_memory):
@@ -92,6 +92,8 @@ def _conflict(settings: Settings) -> str | None:
         return "--eval-steps is of the evaluations of --eval: give that too"
     if not isinstance(settings.evaluation, float) and any(isinstance(one, float) for one in settings.evaluation):
         return "--eval takes one fraction or files: write a file whose name is a number as ./0.1"
+    if settings.boundaries == "on" and not settings.packing:
+        return "--boundaries is of documents that are packed: leave it out with --no-packing"
     if settings.weights and len(settings.weights) != len(settings.data):
         return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
     if settings.weights and isinstance(settings.evaluation, float):
@@ -130,7 +132,7 @@ def _conflict(settings: Settings) -> str | None:
 
 
 def _conflict_of_updates(settings: Settings) -> str | None:
-    """What updates in the backward pass cannot be used together with, or None."""
+    """Return the option that updates in the backward pass exclude, with its remedy, or None."""
     for refused, instead in (
         (settings.max_grad_norm, "give --max-grad-norm 0, since they cannot be clipped"),
         (settings.grad_accum > 1, "give --grad-accum 1, and a larger --batch-size with --micro-batch-size"),
@@ -144,12 +146,12 @@ def _conflict_of_updates(settings: Settings) -> str | None:
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    """Whether a directory is `folder`, or a folder in it."""
+    """Return whether a directory is `folder`, or a folder in it."""
     return not path.is_block_device() and path.absolute().is_relative_to(folder.absolute())
 
 
 def _summary(settings: Settings, result: Result) -> str:
-    """One line on a run that has ended."""
+    """Return one line on a run that has ended."""
     steps = f"{result.steps} of {result.steps_planned} steps"
     if result.steps_skipped:
         steps += f", {result.steps_skipped} of them skipped"

@@ -1,4 +1,4 @@
-"""`memascend export` and `reshard`: what a store holds, written as something else."""
+"""`memascend export` and `reshard`: the contents of a store in another form."""
 
 from __future__ import annotations
 

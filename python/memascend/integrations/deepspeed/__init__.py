@@ -6,7 +6,7 @@ before `deepspeed.initialize` is enough. For scripts that cannot be edited: `pyt
 (also behind `torchrun -m`, `accelerate launch -m` and `deepspeed --module`), or
 `PYTHONPATH=$(python -m memascend.deepspeed --hook)` in front of whatever starts the script.
 
-What takes the place of what:
+Each part, and the one that it replaces:
 
 - `async_io`: one io_uring for all swap files of the process instead of libaio and a file opened for each transfer.
   Errors name the file and are raised by `wait()`; short transfers are resumed.

@@ -70,8 +70,8 @@ def adam_update(
 ) -> int:
     """Do one step of Adam or AdamW in place, as `torch.optim` does; 0.
 
-    Tensors are of one shape, on the CPU, each float32, bfloat16 or float16. Computed in float32; what is not float32
-    is rounded to the nearest. `step` is 1 at the first step.
+    Tensors are of one shape, on the CPU, each float32, bfloat16 or float16. Computed in float32; other dtypes are
+    rounded to the nearest. `step` is 1 at the first step.
     """
     _update(
         _decoupled[optimizer_id],
@@ -134,7 +134,7 @@ def scalars(
     bias_correction: bool,
     grad_scale: float = 1.0,
 ) -> Scalars:
-    """Return what a step needs beside its tensors: AdamW if `decoupled`; lr, betas, eps and weight decay."""
+    """Return the scalars of a step: AdamW if `decoupled`; lr, betas, eps and weight decay."""
     lr, beta1, beta2, eps, weight_decay = options
     return StepScalars.adamw(
         lr,

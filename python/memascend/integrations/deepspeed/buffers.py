@@ -21,7 +21,7 @@ class BufferPool:
 
     A buffer that is returned serves the next request of its class. So a class holds as many as were ever in use at the
     same time, and the pool as much as the tensors that were present together, in place of that many of the largest.
-    Beyond `limit_bytes` free buffers of other classes are given up for a new one. What is in use is never refused.
+    Beyond `limit_bytes` free buffers of other classes are given up for a new one. A buffer in use is never refused.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -29,7 +29,7 @@ class BufferPool:
         self.dtype = dtype
         self._free: dict[int, list[torch.Tensor]] = {}
         self._lent: dict[int, torch.Tensor] = {}
-        #: Bytes of all buffers, and what the plan has for them.
+        #: Bytes of all buffers, and the plan's bytes for them.
         self.nbytes = 0
         self.limit_bytes: int | None = None
 
@@ -61,7 +61,7 @@ class BufferPool:
 class StateBuffers:
     """In place of `SwapBufferManager`, which allocates `count` buffers of the largest size at once.
 
-    These are allocated when they are needed, of the size that is needed. What is returned is kept for the next request
+    These are allocated when they are needed, of the size that is needed. A returned one is kept for the next request
     unless `keep` is false.
     """
 

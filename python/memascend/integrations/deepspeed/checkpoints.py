@@ -1,6 +1,6 @@
 """Checkpoints of an optimizer whose states lie in swap files: all of it is loaded again.
 
-DeepSpeed copies the swap files to a checkpoint and back. What it saves beside them, in the ZeRO checkpoint, it does not
+DeepSpeed copies the swap files to a checkpoint and back. The rest is in the ZeRO checkpoint, which it does not
 load with an optimizer on NVMe: numbers of steps, the loss scale, and the masters and moments of sub-groups that are too
 small to be swapped. A new engine then does not know either that the files hold moments, and begins with zeros.
 """
@@ -28,7 +28,7 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> tuple[Any, Any]:
-    """Load a checkpoint, with what of a streamed optimizer is not in its swap files."""
+    """Load a checkpoint, with the parts of a streamed optimizer that are not in its swap files."""
     loaded = ORIGINALS["load_checkpoint"](
         self,
         load_dir,
@@ -63,7 +63,7 @@ def _streams(optimizer: Any) -> bool:
 
 
 def restore(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore what a ZeRO checkpoint holds of an optimizer whose swap files are in place."""
+    """Restore the part in a ZeRO checkpoint of an optimizer whose swap files are in place."""
     swapper = optimizer.optimizer_swapper
     states = saved[OPTIMIZER_STATE_DICT]["state"].values()
     # Of moments that were in swap files no elements are saved, but their dtype. A file alone says nothing: it may be

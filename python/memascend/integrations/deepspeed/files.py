@@ -42,7 +42,7 @@ class AioHandle(PinHandle):
 
     The options are kept for callers that ask for them. They change nothing: the engine is shared, keeps up to 128
     transfers in flight and cuts large ones as the drive likes them. A buffer may be any dense tensor, pinned or not,
-    on any device, and a file offset any number of bytes. What is contiguous in host memory is transferred where it
+    on any device, and a file offset any number of bytes. A contiguous tensor in host memory is transferred where it
     lies.
 
     Transfers run side by side, but none overtakes an earlier one of the same handle that it has bytes of a file in
@@ -69,7 +69,7 @@ class AioHandle(PinHandle):
         #: Transfers that were waited for early, and the first failure of them.
         self._early = 0
         self._failure: StoreError | None = None
-        #: What remains to be done with what was read, and checks that were asked for.
+        #: Work that remains with bytes that were read, and checks that were asked for.
         self._afterwards: list[Callable[[], None]] = []
 
     def get_block_size(self) -> int:
@@ -201,7 +201,7 @@ class AioHandle(PinHandle):
             self._later(lambda: _compare(tensor, filename, offset))
 
     def _end(self) -> None:
-        """Wait until what was started has ended; `wait` tells of it."""
+        """Wait until started transfers have ended; `wait` tells of them."""
         try:
             self._early += self._transfers.wait()
         except StoreError as error:
@@ -253,7 +253,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _compare(tensor: torch.Tensor, filename: Path, offset: int) -> None:
-    """Check that the file holds what lies in `tensor`."""
+    """Check that the file holds the bytes of `tensor`."""
     with open(filename, "rb") as file:
         file.seek(offset)
         found = bytearray(file.read(tensor.nbytes))

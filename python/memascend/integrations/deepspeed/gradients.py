@@ -1,6 +1,6 @@
 """Gradients of ZeRO-3's offloaded optimizer: checked and summed as they appear, and kept only where they have to be.
 
-The functions here are methods of `DeepSpeedZeroOptimizer_Stage3`, in place of those of the same name.
+The functions here are methods of `DeepSpeedZeroOptimizer_Stage3`, in place of its own by the same names.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _PIN_MEMORY_ATTRIBUTE = "_deepspeed_pin_memory_op_module"
 
 @dataclass
 class Part:
-    """A part of memascend that is in force, what it takes the place of, and how to take it away."""
+    """A part of memascend that is in force, the parts that it replaces, and how to take it away."""
 
     name: str
     replaces: str
@@ -63,7 +63,7 @@ def install() -> list[str]:
     """Put memascend behind DeepSpeed in this process; the names of the parts. A second call changes nothing.
 
     Call it before `deepspeed.initialize`: engines that exist go on as they are. Says on stderr, in the first process of
-    a run, what takes the place of what.
+    a run, which parts are replaced, and by which.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -154,7 +154,7 @@ def _operators() -> Iterator[Part]:
 
 
 def _set_compatible(part: Part, classes: list[type], value: bool) -> None:
-    """Have builders say whether what they build can be used here, and DeepSpeed know it if it has asked before."""
+    """Have builders say whether their modules can be used here, and DeepSpeed know it if it has asked before."""
     operators = importlib.import_module("deepspeed.ops")
     for cls in classes:
         part.set_attribute(cls, "is_compatible", lambda self, verbose=False: value)
@@ -176,7 +176,7 @@ def _asks_when_needed(operators: ModuleType) -> bool:
 
 @dataclass(frozen=True)
 class _LargerPart:
-    """A part that follows DeepSpeed's own code: what of that code is unknown, and how to put the part in force."""
+    """A part that follows DeepSpeed's own code: the unknown part of that code, and how to put the part in force."""
 
     name: str
     replaces: str
@@ -185,7 +185,7 @@ class _LargerPart:
 
 
 def _memory(version: str, streaming: bool) -> Iterator[Part]:
-    """Replace what holds memory in ZeRO-3: swappers, gradients and, if `streaming`, the optimizer's step.
+    """Replace the parts of ZeRO-3 that hold memory: swappers, gradients and, if `streaming`, the optimizer's step.
 
     Each part needs those before it. From the first whose code is not known, all stay as they are in DeepSpeed.
     """

@@ -29,7 +29,7 @@ class Kept:
 class KeptStates:
     """The chunks that stay in memory. Files have them only once `write` was called.
 
-    What is kept is neither read nor written in a step: 2 bytes less through the SSD for each byte of memory.
+    Kept bytes are neither read nor written in a step: 2 bytes less through the SSD for each byte of memory.
     """
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ class KeptStates:
         return self._chunks.get((name, start))
 
     def write(self, name: str | None = None) -> None:
-        """Write what the files of a sub-group, or of all, do not have yet.
+        """Write the bytes that the files of a sub-group, or of all, do not have yet.
 
         Raises:
-            StoreError: a transfer failed; what was not written is still to be written.
+            StoreError: a transfer failed; the unwritten bytes are still to be written.
         """
         handle = AioHandle()
         behind = [chunk for chunk in self._of(name) if chunk.is_current and not chunk.is_written]

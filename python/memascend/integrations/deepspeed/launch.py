@@ -23,7 +23,7 @@ Runs SCRIPT or MODULE with memascend behind DeepSpeed. Launchers start it as a m
 
 
 def main(arguments: list[str]) -> int:
-    """Run a script or module, or print what was asked for; the exit status."""
+    """Run a script or module, or print help or version; return the exit status."""
     # DeepSpeed's launcher puts the rank first, for the script.
     ranks = []
     while arguments and arguments[0].startswith("--local_rank"):

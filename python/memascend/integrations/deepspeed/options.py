@@ -8,7 +8,7 @@ from memascend.forecast.deepspeed.options import Options
 
 __all__ = ["Options", "current", "read"]
 
-#: Those of the configuration that was read last.
+#: The options in the configuration that was read last.
 current = Options()
 
 

@@ -34,7 +34,7 @@ class ParameterSwapper(AsyncPartitionedParameterSwapper):
         return super().__new__(cls)
 
     def _configure_aio(self, ds_config: Any) -> None:
-        # Until the optimizer is made (gradients.py). Else malloc keeps what zero.Init leaves behind: 0.1 GB of a
+        # Until the optimizer is made (gradients.py). Else malloc keeps memory that zero.Init leaves behind: 0.1 GB of a
         # Llama with 0.42 billion parameters.
         return_large_blocks_to_system()
         offload = ds_config.zero_config.offload_param
@@ -44,7 +44,7 @@ class ParameterSwapper(AsyncPartitionedParameterSwapper):
         )
         super()._configure_aio(tiny)
         self.swap_config = offload
-        # What others may ask for.
+        # Attributes that others may ask for.
         self.elements_per_buffer = offload.buffer_size
         self.aligned_elements_per_buffer = self._io_aligned_numel(offload.buffer_size)
         self._pool = BufferPool(self.dtype)

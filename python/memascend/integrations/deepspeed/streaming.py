@@ -51,16 +51,16 @@ class Gradient:
 class StreamingSwapper(PartitionedOptimizerSwapper):
     """DeepSpeed's swapper without its buffers.
 
-    Buffers for whole sub-groups are allocated only for what asks for whole states: `safe_get_full_optimizer_state` and
-    its relatives, and loading a checkpoint.
+    Buffers for whole sub-groups are allocated only for calls that ask for whole states: `safe_get_full_optimizer_state`
+    and its relatives, and loading a checkpoint.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what DeepSpeed gives its own swapper."""
+        """Take the arguments of DeepSpeed's own swapper."""
         super().__init__(*args, **options)
         self.swap_buffer_manager.keep = False
         self.moment_dtype: torch.dtype = getattr(torch, settings.current.states)
-        #: The gradients of the next step, and those of the step before for programs that ask for them.
+        #: The gradients of the next step, and the step before's for programs that ask for them.
         self.gradients: dict[str, Gradient] = {}
         self.spent: dict[str, Gradient] = {}
         self._gradient_writers: dict[torch.dtype, CastWriter] = {}
@@ -196,7 +196,7 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
     def writeback_optimizer_state_and_gradients(
         self, parameter: Any, write_opt_state: bool, write_gradients: bool
     ) -> None:
-        """Write what the program has changed of a sub-group that was swapped in."""
+        """Write the program's changes of a sub-group that was swapped in."""
         info = self._get_param_swap_info(parameter)
         if info is not None and write_gradients and parameter.grad is not None:
             name = self.parameter_id(parameter)
@@ -207,12 +207,12 @@ class StreamingSwapper(PartitionedOptimizerSwapper):
 
 
 class _Slot:
-    """Buffers for a chunk, and what is under way with them."""
+    """Buffers for a chunk, and the transfers under way with them."""
 
     def __init__(
         self, weight_dtype: torch.dtype, state_dtypes: Sequence[torch.dtype], gradient_dtypes: set[torch.dtype]
     ) -> None:
-        # In one piece, of which huge pages then hold all but the end.
+        # In one piece, so that huge pages hold all but its end.
         narrow = [dtype for dtype in gradient_dtypes if dtype != torch.float32]
         sizes = [(CHUNK, dtype) for dtype in (*state_dtypes, torch.float32, *narrow)]
         parts = PINNED.carve([*sizes, (CHUNK + _ALIGNED_PIECES * _PAGE, weight_dtype)])
@@ -302,7 +302,7 @@ class Step:
             raise failure
 
     def _begin(self, sub_group: int) -> adam.Scalars:
-        """Advance the step number of a sub-group; what its chunks are updated with."""
+        """Advance the step number of a sub-group, and return the scalars of its chunks' update."""
         optimizer = self.optimizer.optimizer
         parameter = self.optimizer.fp32_partitioned_groups_flat[sub_group]
         state = optimizer.state[parameter]
@@ -415,7 +415,7 @@ class Step:
 
 
 def in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what makes a `StreamingSwapper` where that can serve an optimizer, else DeepSpeed's own."""
+    """Return a maker of a `StreamingSwapper` where that can serve an optimizer, else DeepSpeed's own."""
 
     def make(**options: Any) -> Any:
         inner = options["optimizer"]
@@ -479,7 +479,7 @@ def _offload_grad_partition_at_boundary(
 
 
 def step(self: Any, closure: Any = None) -> None:
-    """Do a step; what lies in swap files is updated in a stream."""
+    """Do a step; values in swap files are updated in a stream."""
     if not applies(self):
         ORIGINALS["step"](self, closure)
         return
@@ -493,7 +493,7 @@ def step(self: Any, closure: Any = None) -> None:
         swapper = self.optimizer_swapper
         if running is not None:
             running.end()
-        # Those of a step that was skipped are still being written, to files that the next ones will have.
+        # A skipped step's are still being written, to files that the next ones will have.
         swapper.wait_for_gradients()
         swapper.spent, swapper.gradients = swapper.gradients, {}
 
@@ -541,7 +541,7 @@ def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Any) -> Non
     if not _now_streams(self, sub_group_id):
         ORIGINALS["unscale_and_clip_grads"](self, sub_group_id, total_norm)
         return
-    # As in DeepSpeed, whose norm is that of scaled gradients.
+    # As in DeepSpeed, which takes the norm of scaled gradients.
     scale = self.loss_scale
     if self.clip_grad > 0.0:
         clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
@@ -568,7 +568,7 @@ def _release_sub_group(self: Any, sub_group_id: int, timer_names: Any) -> None:
 
 def _post_step(self: Any, timer_names: Any) -> None:
     if getattr(self, "_memascend_step", None) is not None:
-        # Persistent parameters are gathered from what was written.
+        # Persistent parameters are gathered from the written values.
         self._memascend_step.end()
     ORIGINALS["_post_step"](self, timer_names)
 
