@@ -102,12 +102,12 @@ class GradientCapture:
                 self.capture(place, accumulate=place in self._accumulating)
                 self._accumulating.discard(place)
 
-        # A hook of the node, not of the tensor: `torch.autograd.grad` runs hooks of the tensor too,
-        # and accumulates nothing.
         if place.tensor.packed and not place.tensor.trained:
             # Before the pass fills the staging buffers. What is refused is refused when there is a gradient.
             with suppress(MemascendError):
                 self.allocate(place.tensor)
+        # A hook of the node, not of the tensor: `torch.autograd.grad` runs hooks of the tensor too,
+        # and accumulates nothing.
         with as_held():
             node = get_gradient_edge(parameter).node
         captured = parameter.register_post_accumulate_grad_hook(after)
