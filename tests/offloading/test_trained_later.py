@@ -240,7 +240,7 @@ def test_a_budget_that_changes_counts_them(tmp_path: Path) -> None:
 def test_what_cannot_train_later_is_refused(tmp_path: Path) -> None:
     model = tiny.build("llama").requires_grad_(False)
     memascend.offload(model, store=tmp_path / "store", host_memory=AMPLE, keep_store=False)
-    with pytest.raises(memascend.MemascendError, match=r"as everything else was.*leave what will train trainable"):
+    with pytest.raises(memascend.MemascendError, match=r"as everything else was.*have it trainable when"):
         memascend.AdamW(model.lm_head.requires_grad_(True).parameters())
     memascend.close(model)
     model = frozen(tiny.build("llama", torch.float32))

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 #: A budget that holds everything.
 _WHOLE = 1 << 62
-_REMEDY = (
-    "leave what will train trainable while the model is opened, and freeze it after that (requires_grad_(False)) until "
-    "it trains"
-)
+_REMEDY = "have it trainable when the model is opened, and freeze it after that (requires_grad_(False)) until it trains"
 
 
 class Opened(Protocol):
