@@ -58,8 +58,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 #: Calls without which no step is durable: where they fail for ever, the program is told.
 NEEDED = ("pwritev2", "ring write", "pwrite64", "fsync", "fdatasync")
 HARMLESS = (errno.EINTR, errno.EAGAIN)
-#: What the kernel asks to be tried again, and never says for ever.
-PASSING = (errno.EINTR, errno.EBUSY)
+#: What the kernel asks to be tried again at once, and never says for ever.
+PASSING = (errno.EINTR,)
 LEAST: dict[str, Any] = {"allocator": "pageable", "host_memory": "64MiB"}
 SECONDS = 60
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 import memascend
 from memascend.command import adapters
+from memascend.command.lora import Adapters
 from memascend.forecast.forecast import forecast
 from memascend.forecast.traffic import divided
 from memascend.plan.host import smallest_plan
@@ -40,7 +41,7 @@ def test_traffic_of_adapters_is_that_of_a_real_run(spare: int, tmp_path: Path, o
     model = build(SMALL).requires_grad_(False)
     budget = smallest_plan(divided(model)).total + spare
     offloaded(model, host_memory=budget, durability="none")
-    adapted = adapters.add_adapters(model, 4, tmp_path)
+    adapted = adapters.add_adapters(model, Adapters(rank=4), tmp_path)
     optimizer = memascend.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-3)
     seen = []
     for step in range(4):

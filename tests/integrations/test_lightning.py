@@ -394,3 +394,36 @@ assert not torch.equal(module.layer.weight.detach().clone(), before)
 memascend.close(module)
 print("trained")
 """
+
+
+class Unfreezing(lightning.callbacks.BaseFinetuning):
+    """Lightning's gradual unfreezing: the layers before the last are trained from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.model, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.model.layers[-1], optimizer, lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
+def test_layers_that_are_unfrozen_later(tmp_path: Path, closing: Callable[[Any], Any]) -> None:
+    def run(module: Any, strategy: Any = "auto") -> Any:
+        module.configure_optimizers = lambda: memascend.AdamW(
+            [parameter for parameter in module.parameters() if parameter.requires_grad], lr=1e-2
+        )
+        trainer(tmp_path, strategy, callbacks=[Unfreezing()]).fit(module, batches(0, 2))
+        return module
+
+    ours = closing(Module(tiny.build("qwen2")))
+    run(ours, MemascendStrategy(store=tmp_path / "store", keep_store=False, **WHERE))
+    expected = run(InMemory(tiny.build("qwen2")))
+    assert len(expected.losses) == 4
+    assert all(torch.equal(one, other) for one, other in zip(ours.losses, expected.losses, strict=True))
+    tiny.assert_same_weights(weights(ours), weights(expected))
+    assert not torch.equal(weights(ours)["model.model.layers.2.mlp.up_proj.weight"], initial("layers.2.mlp.up_proj"))
+
+
+def initial(name: str) -> torch.Tensor:
+    return dict(tiny.build("qwen2").named_parameters())[f"model.{name}.weight"]

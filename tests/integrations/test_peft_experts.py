@@ -134,13 +134,14 @@ def test_the_command_line_trains_adapters_on_experts(tmp_path: Path, capfd: pyte
 
 def test_memory_of_adapters_is_that_of_all_that_are_trained() -> None:
     from memascend.command import adapters
+    from memascend.command.lora import Adapters
 
     for architecture in ("qwen3_moe", "llama"):
         with torch.device("meta"):
             empty = tiny.BUILDERS[architecture]()
-        forecast = adapters.memory_bytes(empty, 4)
+        forecast = adapters.memory_bytes(empty, Adapters(rank=4))
         assert all(parameter.requires_grad for parameter in empty.parameters())
-        model = adapters._adapted(build(architecture), 4)
+        model = adapters._adapted(build(architecture), Adapters(rank=4))
         assert forecast == sum(p.numel() for p in model.parameters() if p.requires_grad) * 16
         assert bool(on_experts(model)) == (architecture == "qwen3_moe")
 
@@ -149,10 +150,11 @@ def test_experts_that_peft_does_not_know_are_named() -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     from memascend.command import adapters
+    from memascend.command.lora import Adapters
 
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = adapters._adapted(GptOssForCausalLM(GptOssConfig(**sizes, **heads)), 4)
+    model = adapters._adapted(GptOssForCausalLM(GptOssConfig(**sizes, **heads)), Adapters(rank=4))
     names = [
         f"base_model.model.model.layers.{layer}.mlp.experts.{name}_proj"
         for layer in (0, 1)
@@ -160,4 +162,4 @@ def test_experts_that_peft_does_not_know_are_named() -> None:
     ]
     assert sorted(adapters.experts_without(model)) == sorted(names)
     for architecture in ("qwen3_moe", "mixtral", "llama"):
-        assert adapters.experts_without(adapters._adapted(build(architecture), 4)) == []
+        assert adapters.experts_without(adapters._adapted(build(architecture), Adapters(rank=4))) == []

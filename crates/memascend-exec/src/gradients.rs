@@ -10,10 +10,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use memascend_mem::{Lease, LeaseSlice, LockExt};
+use memascend_mem::{Lease, LeaseSlice, LockExt, round_up_to_page};
 use memascend_store::Extent;
 
-use crate::{Pending, Result, Staging};
+use crate::{Pending, Result, STAGING_RESERVE, Staging};
 use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector, Scratch};
 
 use self::adders::{Adders, Work};
@@ -142,6 +142,22 @@ impl Gradients {
         let dtypes = dtypes.into();
         assert!(numel * dtypes.kept_bytes() <= buffer.bytes(), "the buffer holds the pack");
         self.insert(dtypes, numel, Arc::default(), Place::Packed { buffer })
+    }
+
+    /// [`Gradients::create_packed`] in a staging buffer, which has no other use from then on. `None` if no more
+    /// than [`STAGING_RESERVE`] of them are free.
+    ///
+    /// # Panics
+    /// If a chunk does not hold the pack.
+    pub fn create_packed_in_staging(
+        &self,
+        dtypes: impl Into<GradientDtypes>,
+        numel: usize,
+    ) -> Result<Option<GradientId>> {
+        let dtypes = dtypes.into();
+        let Some(chunk) = self.staging.spare_chunk(STAGING_RESERVE)? else { return Ok(None) };
+        let buffer = LeaseSlice::new(chunk, 0, round_up_to_page(numel * dtypes.kept_bytes()));
+        Ok(Some(self.create_packed(dtypes, numel, buffer)))
     }
 
     /// Captures a gradient of `numel` elements that begins at element `start` of the tensor: copies

@@ -47,6 +47,25 @@ pub(crate) fn create_packed(parts: &Parts, dtypes: GradientDtypes, numel: usize)
     Ok(parts.gradients.create_packed(dtypes, numel, buffer).0)
 }
 
+/// As `create_packed`, in memory that the plan did not hold for it: `outside` of the arena, or in a staging
+/// buffer. `None` if none of those is spare.
+pub(crate) fn create_packed_later(
+    py: Python<'_>,
+    parts: &Parts,
+    dtypes: GradientDtypes,
+    numel: usize,
+    outside: bool,
+) -> PyResult<Option<usize>> {
+    if !outside {
+        let created = py.detach(|| parts.gradients.create_packed_in_staging(dtypes, numel));
+        return created.map(|id| id.map(|id| id.0)).map_err(|error| exec_error(&error));
+    }
+    let bytes = numel * dtypes.kept_bytes();
+    let lease = py.detach(|| parts.outside.lease(bytes)).map_err(|error| memory_error(&error))?;
+    let buffer = LeaseSlice::new(Arc::new(lease), 0, round_up_to_page(bytes));
+    Ok(Some(parts.gradients.create_packed(dtypes, numel, buffer).0))
+}
+
 /// Copies a gradient of `bytes` bytes, in the dtype it is kept in, to address `target`.
 pub(crate) fn read(
     py: Python<'_>,

@@ -502,6 +502,20 @@ impl Runtime {
         gradients::create_packed(&*self.parts()?, gradients::parse_dtypes(dtype, kept)?, numel)
     }
 
+    /// As `create_packed_gradient`, where the plan holds no buffer for it: in memory `outside` of the
+    /// arena, or in a staging buffer, which then has no other use. `None` if none of those is spare.
+    fn create_later_gradient(
+        &self,
+        py: Python<'_>,
+        dtype: &str,
+        numel: usize,
+        kept: &str,
+        outside: bool,
+    ) -> PyResult<Option<usize>> {
+        let dtypes = gradients::parse_dtypes(dtype, Some(kept))?;
+        gradients::create_packed_later(py, &*self.parts()?, dtypes, numel, outside)
+    }
+
     /// Captures `numel` gradient elements at address `source`; returns `(sum of squares, any
     /// non-finite)`.
     fn capture(

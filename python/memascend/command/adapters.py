@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from memascend.common.outputs import sync, writing
-from memascend.errors import DataError
+from memascend.errors import DataError, first_line
 from memascend.formats.json_files import read_json
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memascend.command.lora import Adapters
     from memascend.command.settings import Settings
 
 #: The folder of checkpoints in the store's directory. It is deleted with all that it holds: no other has this name.
@@ -41,30 +42,55 @@ _PROGRESS = "progress.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
-def add_adapters(model: nn.Module, rank: int, model_dir: Path) -> Any:
-    """Return a model of PEFT: `model`, frozen, with trained adapters of `rank` at every linear layer but the head.
+def add_adapters(model: nn.Module, adapters: Adapters, model_dir: Path) -> Any:
+    """Return a model of PEFT: `model`, frozen, with adapters that are trained.
 
-    Experts that transformers fuses into one parameter are among these, where PEFT knows the architecture. The adapters'
-    files name `model_dir` as the model that they belong to.
+    The adapters' files name `model_dir` as the model that they belong to. Raises DataError where the model has no
+    modules of the names that are given.
     """
     model.name_or_path = str(model_dir.resolve())  # type: ignore[assignment]
-    return _adapted(model, rank)
-
-
-def _adapted(model: nn.Module, rank: int, **options: Any) -> Any:
+    if adapters.directory is None:
+        return _adapted(model, adapters)
     import peft
 
     model.requires_grad_(False)
+    return peft.PeftModel.from_pretrained(model, str(adapters.directory), is_trainable=True)
+
+
+def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
+    """Return a model of PEFT with new adapters.
+
+    Those at every linear layer are at experts too that transformers fuses into one parameter, where PEFT knows the
+    architecture.
+    """
+    import peft
+
+    model.requires_grad_(False)
+    if missing := [name for name in adapters.modules_to_save if not _is_module(model, name)]:
+        raise DataError(f"--modules-to-save {missing[0]}: no module of the model has that name")
     config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=ALPHA_PER_RANK * rank,
-        target_modules="all-linear",
+        r=adapters.rank,
+        lora_alpha=adapters.alpha or ALPHA_PER_RANK * adapters.rank,
+        lora_dropout=adapters.dropout,
+        target_modules=list(adapters.targets) or "all-linear",
+        use_dora=adapters.dora,
+        use_rslora=adapters.rslora,
+        modules_to_save=list(adapters.modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
         # PEFT 0.21 gives fused experts the rank of their parts together, and looks for their name among modules.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return peft.get_peft_model(model, config, **options)
+        try:
+            return peft.get_peft_model(model, config, **options)
+        except ValueError as error:
+            if not adapters.targets:
+                raise
+            raise DataError(f"--lora-targets {' '.join(adapters.targets)}: {first_line(error)}") from error
+
+
+def _is_module(model: nn.Module, name: str) -> bool:
+    return any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules())
 
 
 def experts_without(model: nn.Module) -> list[str]:
@@ -94,12 +120,20 @@ def begin(settings: Settings) -> None:
         )
 
 
-def memory_bytes(model: nn.Module, rank: int, on_experts: bool = True) -> int:
+def memory_bytes(model: nn.Module, adapters: Adapters, on_experts: bool = True) -> int:
     """Return the bytes that adapters of a model without values take with gradients and states.
 
-    Those on fused experts count if `on_experts`.
+    Those on fused experts count if `on_experts`. Raises DataError as `add_adapters` does.
     """
-    adapted = _adapted(copy.deepcopy(model), rank, low_cpu_mem_usage=True)
+    empty = copy.deepcopy(model)
+    if adapters.directory is None:
+        adapted = _adapted(empty, adapters, low_cpu_mem_usage=True)
+    else:
+        import peft
+
+        config = peft.PeftConfig.from_pretrained(str(adapters.directory))
+        config.inference_mode = False
+        adapted = peft.get_peft_model(empty.requires_grad_(False), config, low_cpu_mem_usage=True)
     left_out = set() if on_experts else {id(p) for module in _on_experts(adapted) for p in module.parameters()}
     trained = (p for p in adapted.parameters() if p.requires_grad and id(p) not in left_out)
     return sum(p.numel() for p in trained) * _BYTES_PER_PARAMETER

@@ -89,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     _add_verify(subcommands)
     _add_checkpoints(subcommands)
     _add_export(subcommands)
+    _add_merge(subcommands)
     _add_generate(subcommands)
     _add_chat(subcommands)
     _add_reshard(subcommands)
@@ -248,6 +249,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "directory of PEFT with the adapters alone"
     )
     add("--lora-rank", text, type=_positive, metavar="R")
+    _add_adapters(training.add_argument)
+    text = "train the adapters in this directory of PEFT further, with their rank, targets and other options"
+    add("--adapter", text, type=Path, metavar="DIR")
     text = (
         "evaluate as the run goes on, and write the best model: a fraction of the documents, which is held out of the "
         "training (0.05), or files as for --data"
@@ -350,6 +354,7 @@ def _add_plan(subcommands: Any) -> None:
         "with --lora-rank: read the experts of a mixture with their layer, or one by one (adapters elsewhere, Python)"
     )
     add("--experts", choices=EXPERTS, default="whole", help=text)
+    _add_adapters(add)
     text = "what will be trained on: its tokens are estimated, and the steps, hours and bytes of all are counted"
     add("--data", type=Path, nargs="+", action="extend", metavar="PATH", help=text)
     add("--epochs", type=_positive, default=1, metavar="N", help="passes over --data (default: %(default)s)")
@@ -451,6 +456,42 @@ def _add_checkpoints(subcommands: Any) -> None:
     )
     text = "continue from there: later steps are given up, unless they are checkpoints too"
     choice.add_argument("--restore", metavar="TAG", help=text)
+
+
+def _add_adapters(add: Callable[..., Any]) -> None:
+    """Add the options of adapters beside their rank."""
+    text = "with --lora-rank: the scale of the adapters' products, times the rank (default: twice the rank)"
+    add("--lora-alpha", type=_positive, metavar="A", help=text)
+    text = "with --lora-rank: the share of the adapters' inputs that is dropped in training (default: %(default)s)"
+    add("--lora-dropout", type=_share, default=0.0, metavar="P", help=text)
+    text = "with --lora-rank: the modules that get adapters, by the ends of their names (q_proj v_proj)"
+    add("--lora-targets", nargs="+", default=[], metavar="NAME", help=text)
+    text = "with --lora-rank: weights are divided into sizes and directions, and the adapters are of these (DoRA)"
+    add("--dora", action="store_true", help=text)
+    text = "with --lora-rank: scale by the root of the rank (rank-stabilised LoRA)"
+    add("--rslora", action="store_true", help=text)
+    text = "with --lora-rank and --in-memory: modules that are trained whole beside the adapters (lm_head)"
+    add("--modules-to-save", nargs="+", default=[], metavar="NAME", help=text)
+
+
+def _add_merge(subcommands: Any) -> None:
+    parser = _subcommand(
+        subcommands,
+        "merge",
+        help="write the model of some adapters with these merged into its weights",
+        description="Merge adapters into the model that they belong to, layer by layer in bounded memory, and write\n"
+        "the result as a model directory in the model's own dtype. OUT must not exist.",
+    )
+    add = parser.add_argument
+    text = "a directory of adapters that `memascend finetune --lora-rank` or PEFT wrote, which names its model"
+    add("adapter", type=Path, metavar="ADAPTER", help=text)
+    text = "the directory to write; must not exist yet. While it is written, a copy of the weights lies beside it"
+    add("--out", type=Path, required=True, metavar="OUT", help=text)
+    dtypes = [name for name in WEIGHTS_DTYPES if name != QUANTISED]
+    add("--dtype", choices=dtypes, help="of the weights written (default: as they are)")
+    text = "where the tokenizer is (default: with the adapters, or with their model)"
+    add("--tokenizer", type=Path, metavar="DIR", help=text)
+    add("--host-memory", type=_size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
 
 
 def _add_export(subcommands: Any) -> None:
@@ -683,6 +724,7 @@ _count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
 _positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
 _percentage = _number(float, lambda x: 0 <= x <= 100, "a percentage from 0 to 100")
+_share = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 _rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
 
 

@@ -30,6 +30,7 @@ from memascend.command.data.show import shown
 from memascend.command.dtypes import choose_dtype
 from memascend.command.ended import is_interrupted, note_interrupted
 from memascend.command.exits import note
+from memascend.command.lora import Adapters
 from memascend.command.metrics import METRICS_NAME, hidden_records, take_over_records
 from memascend.command.models import load_in_memory, round_gradients
 from memascend.command.reader import Reader
@@ -253,7 +254,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     model = empty_model_of(config, settings.model_dir, dtype)
     trained = 0  # bytes of adapters with their gradients and states, which are in memory
     if settings.lora_rank:
-        trained = adapters.memory_bytes(model, settings.lora_rank)
+        trained = adapters.memory_bytes(model, Adapters.of(settings))
         model.requires_grad_(False)
     units = divided(model, gradients=settings.gradients, ranks=settings.processes)
     chosen = (settings.optimizer, settings.states, settings.master)
@@ -411,7 +412,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
         model = _load_into_store(settings, interrupts, cleanup)
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
-        model = adapters.add_adapters(model, settings.lora_rank, settings.model_dir)
+        model = adapters.add_adapters(model, Adapters.of(settings), settings.model_dir)
         if bare := adapters.experts_without(model):
             note(
                 f"{bare[0]} and others like it get no adapters, since PEFT does not know the experts of "

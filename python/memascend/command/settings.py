@@ -67,6 +67,13 @@ class Settings:
     eval_steps: int | None = None  # between evaluations; None is a tenth of the run
     dequantize: bool = False  # read quantised weights into the store in `dtype`
     lora_rank: int | None = None  # train adapters of this rank instead of the model
+    lora_alpha: int | None = None  # their scale times the rank; None is twice the rank
+    lora_dropout: float = 0.0
+    lora_targets: Sequence[str] = ()  # the modules that get them; none is every linear layer but the head
+    dora: bool = False
+    rslora: bool = False
+    modules_to_save: Sequence[str] = ()  # trained whole, as copies
+    adapter: Path | None = None  # the directory of adapters that are trained further; has their options
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory with its contents
     tbw: float | None = None  # terabytes that each drive is rated to be written in its life
@@ -148,10 +155,14 @@ class Settings:
             ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
             *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "processes"),
+            *("lora_alpha", "lora_dropout", "dora", "rslora"),
         )
         return {name: getattr(self, name) for name in names} | {
             "eval": self.held_out,
             "weights": list(self.weights),
+            "lora_targets": list(self.lora_targets),
+            "modules_to_save": list(self.modules_to_save),
+            "adapter": None if self.adapter is None else str(self.adapter.resolve()),
         }
 
     @property
@@ -167,7 +178,8 @@ class Settings:
         if self.held_out is None:
             record["evaluation"] = [str(path) for path in self.evaluation[:16]]  # type: ignore[index]
         record["report_to"] = list(self.report_to)
-        record["weights"] = list(self.weights)
+        for name in ("weights", "lora_targets", "modules_to_save"):
+            record[name] = list(getattr(self, name))
         record["store"] = [str(path) for path in self.store]
         return record
 

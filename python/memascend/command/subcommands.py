@@ -20,6 +20,7 @@ _MODULES = {
     "verify": "stores",
     "checkpoints": "stores",
     "export": "writing",
+    "merge": "writing",
     "reshard": "writing",
     "generate": "answering",
     "chat": "answering",

@@ -79,7 +79,7 @@ def _describe_tensor(tensor: StoreTensor) -> dict[str, Any]:
         "name": tensor.name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "numel": tensor.numel,
-        "trained": tensor.trained,
+        "trained": tensor.trained and not tensor.trained_later,  # as it was laid out
         "parameters": parameters,
         "states": [
             [store_plane.name, plane.name, plane.dtype]

@@ -102,7 +102,8 @@ def ranks_of(session: Session | None) -> Ranks | None:
 def is_trained(session: Session) -> bool:
     """Return whether anything on the store of an offloaded model is trained: else a checkpoint needs none of it."""
     with as_held():
-        return any(place.parameter.requires_grad and place.tensor.trained for place in session.places)
+        trained = (place.tensor for place in session.places if place.parameter.requires_grad)
+        return any(tensor.trained or tensor.trained_later for tensor in trained)
 
 
 def keep(session: Session, label: str) -> str | None:

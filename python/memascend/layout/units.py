@@ -187,6 +187,10 @@ class StoreTensor:
     #: Whether its parameters were trainable when it was laid out: the plan holds buffers for
     #: gradients only then.
     trained: bool = True
+    #: Whether they were frozen when the run began, and have been trained since: the store has them among the frozen
+    #: ones. And whether their gradients lie beside the arena, because the plan has no buffer for them.
+    trained_later: bool = False
+    gradient_outside: bool = False
     offset: int = 0
     numel: int = 0
     places: list[Place] = field(default_factory=list)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place, StoreTensor
     from memascend.machine.cuda import ComputeDevice
     from memascend.offloading.early import EarlyUpdates
+    from memascend.offloading.later import LaterRoom
     from memascend.residency.host import Streamer
 
 
@@ -83,6 +84,8 @@ class GradientCapture:
         self._leaving_bytes = 0
         #: Gradients that are on the device alone.
         self.sums = DeviceSums()
+        #: Room for gradients of weights that train later; the session gives it.
+        self.later: LaterRoom
 
     def watch(self, place: Place) -> None:
         """Capture the gradients of a parameter from now on, if it is trained."""
@@ -99,6 +102,10 @@ class GradientCapture:
                 self.capture(place, accumulate=place in self._accumulating)
                 self._accumulating.discard(place)
 
+        if place.tensor.packed and not place.tensor.trained:
+            # Before the pass fills the staging buffers. A refusal waits until there is a gradient.
+            with suppress(MemascendError):
+                self.allocate(place.tensor)
         # A hook of the node, not of the tensor: `torch.autograd.grad` runs hooks of the tensor too,
         # and accumulates nothing.
         with as_held():
@@ -369,16 +376,13 @@ class GradientCapture:
     def allocate(self, tensor: StoreTensor) -> int:
         """Return the number of a tensor's gradient in the store, making room for it the first time.
 
-        Raises MemascendError for a tensor that was frozen when the model was offloaded.
+        Raises MemascendError for a tensor that was frozen when the model was offloaded, and for which there is none.
         """
         if tensor.gradient is not None:
             return tensor.gradient
         if not tensor.trained:
-            raise MemascendError(
-                f"{tensor.places[0].name} was frozen when the model was offloaded, so that the plan of host memory "
-                "holds no room for its gradient: have it trainable when the model is opened, and freeze it "
-                "after that (requires_grad_(False)) until it trains"
-            )
+            tensor.gradient = self.later.allocate(tensor)
+            return tensor.gradient
         dtype, kept = DTYPE_NAMES[tensor.dtype], DTYPE_NAMES[tensor.gradient_dtype]
         if tensor.packed:
             tensor.gradient = self.runtime.create_packed_gradient(dtype, tensor.numel, kept)

@@ -22,6 +22,7 @@ from memascend.offloading.checkpoints import Checkpoints
 from memascend.offloading.device_budget import DeviceBudget
 from memascend.offloading.filling import Filling
 from memascend.offloading.host_budget import HostBudget
+from memascend.offloading.later import LaterRoom
 from memascend.offloading.native import close_at_exit, forget, open_runtime, store_paths, unused, warn_of
 from memascend.offloading.parts import find_tensors, make_gradients, make_streamer, open_within_limits, slow_tuning
 from memascend.offloading.slices import Slicing
@@ -164,6 +165,7 @@ class Session:
             membership,
             self.options.tuning,
         )
+        self.gradients.later = LaterRoom(self)
         self.inputs = InputStash(runtime, self.device_budget.computing.activations, self.timeline, device)
         self.checkpoints = Checkpoints(runtime, self.streamer, self.generations, membership)
         copies = (self.gradients, self.inputs)

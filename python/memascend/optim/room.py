@@ -73,8 +73,10 @@ def make_room(
 ) -> None:
     """Make room for the states and gradients of tensors of an offloaded model, and for `moments` of parameters.
 
-    Raises StoreError before anything has been allocated where the drives have no room for all of it.
+    Before anything has been allocated, raises StoreError where the drives have no room for all of it, and
+    MemascendError where host memory has none for the gradients of what was frozen when the model was offloaded.
     """
+    session.gradients.later.check(tensors)
     session.generations.settle()
     runtime = session.runtime
     missing_state_bytes = sum(numel * torch.float32.itemsize for numel in moments.values())

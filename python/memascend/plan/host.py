@@ -144,6 +144,8 @@ class Plan:
     windows: Line = field(default_factory=lambda: Line("windows into files", FILE_WINDOW_BYTES, 0))
     #: Gradients of autograd that are held until the update in the backward pass has used them.
     applied: Line = field(default_factory=lambda: Line("gradients being applied", 0, 0))
+    #: Gradients of small tensors that were frozen when the plan was made.
+    later: Line = field(default_factory=lambda: Line("gradients of what trains later", 0, 0))
     #: Buffers of exchanges between ranks, where the store is divided over them.
     exchanged: Line = field(default_factory=lambda: Line("exchanged between ranks", 0, 0))
     chunk_elements: int = CHUNK_ELEMENTS_MIN
@@ -187,7 +189,7 @@ class Plan:
     @property
     def lines(self) -> list[Line]:
         """The lines of all consumers."""
-        return [*self.arena, self.windows, self.applied, self.exchanged, self.bookkeeping]
+        return [*self.arena, self.windows, self.applied, self.later, self.exchanged, self.bookkeeping]
 
     @property
     def arena_bytes(self) -> int:
@@ -299,6 +301,7 @@ def _plan(
         nbytes = max(tensor.numel * tensor.dtype.itemsize for tensor in early)
         plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
         plan.applied.note = "beside the arena: autograd's, until their update"
+    plan.later = later_line(tensors)
     if any(place.sources for tensor in tensors for place in tensor.places):
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
@@ -385,6 +388,12 @@ def _kept_chunks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit], earl
         # With room for the gradients of one unit, the device is free of them while their updates run.
         wanted += max(chunks([tensor for tensor in unit.tensors if tensor in early]) for unit in units)
     return wanted
+
+
+def later_line(tensors: Sequence[StoreTensor]) -> Line:
+    """Return the line of the gradients that lie beside the arena, because their tensors were frozen at first."""
+    outside = [tensor.gradient_nbytes for tensor in tensors if tensor.gradient_outside and not tensor.trained]
+    return Line("gradients of what trains later", sum(outside), min(len(outside), 1), "beside the arena")
 
 
 def _add_exchange(plan: Plan, units: Sequence[Unit], packed: dict[int, int]) -> None:

@@ -96,7 +96,7 @@ def _step_bytes(record: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> di
     """Return the bytes of a generation by kind: weights, planes by their names, moments, buffers."""
     kinds: dict[str, str] = {}
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
-        kinds |= {tensor["name"]: "weights" if tensor["trained"] else "frozen"}
+        kinds |= {tensor["name"]: "weights" if tensor["trained"] or tensor["states"] else "frozen"}
         kinds |= {name: plane for name, plane, _ in tensor["states"]}
         kinds |= {name: "moments" for _, name, _ in tensor["moments"]}
     found: dict[str, int] = {}

@@ -357,6 +357,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
         if name in recorded:
             _, _, trained_last = recorded[name]
             parameter.requires_grad_(trained_last)  # The layout depends on the parameters that were trained at first.
+    _mark_trained_later(units)
     difference = _first_difference(units, record)
     if difference is not None:
         name, there, here = difference
@@ -364,6 +365,12 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: Computing, rank
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         materialise(model, units)
     return units
+
+
+def _mark_trained_later(units: list[Unit]) -> None:
+    """Have the plan count what was frozen when the run began, and is trained now."""
+    for tensor in (tensor for unit in units for tensor in unit.tensors if not tensor.trained):
+        tensor.trained = tensor.trained_later = any(place.parameter.requires_grad for place in tensor.places)
 
 
 def _refuse_pieces(model: nn.Module, computing: Computing) -> None:

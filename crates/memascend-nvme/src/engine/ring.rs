@@ -39,6 +39,15 @@ const WAKE: u64 = u64::MAX;
 /// The hint of a ring that the kernel takes nothing from any more.
 const REFUSED: &str =
     "io_uring failed: resume from the last durable step, with engine=\"threads\" if it fails again";
+/// The hint of a ring that the kernel has asked to try again for [`REFUSED_AT_MOST`].
+const BUSY: &str = "for 10 seconds io_uring has neither taken nor completed anything: resume from the last \
+    durable step, with engine=\"threads\" if it happens again";
+/// How long the kernel may ask to try again, while it takes and completes nothing, before the ring counts as
+/// failed.
+const REFUSED_AT_MOST: Duration =
+    if cfg!(test) { Duration::from_millis(300) } else { Duration::from_secs(10) };
+/// How long the thread sleeps before it tries again.
+const REFUSED_POLL: Duration = Duration::from_millis(1);
 /// How long the kernel's submission thread polls for submissions before it sleeps, in milliseconds.
 const SQ_POLL_IDLE_MS: u32 = 2;
 
@@ -131,19 +140,19 @@ impl Wake {
         })
     }
 
-    /// The kernel's answer, unless a test has it refuse.
+    /// Submits what is queued and waits for a completion, unless a test has the kernel refuse that.
     #[cfg(test)]
-    fn refused(&self, entered: io::Result<usize>) -> io::Result<usize> {
+    fn entered(&self, submitter: &Submitter<'_>) -> io::Result<usize> {
         match self.refusal.load(Ordering::SeqCst) {
-            0 => entered,
+            0 => submitter.submit_and_wait(1),
             errno => Err(io::Error::from_raw_os_error(errno)),
         }
     }
 
     #[cfg(not(test))]
     #[allow(clippy::unused_self)]
-    fn refused(&self, entered: io::Result<usize>) -> io::Result<usize> {
-        entered
+    fn entered(&self, submitter: &Submitter<'_>) -> io::Result<usize> {
+        submitter.submit_and_wait(1)
     }
 
     fn notify(&self) {
@@ -205,6 +214,7 @@ impl Ring {
             wake_word: Box::default(),
             wake_armed: false,
             fixed_file: false,
+            refused_since: None,
             arena: None,
         };
         let thread = std::thread::Builder::new()
@@ -412,6 +422,8 @@ struct Driver {
     wake_word: Box<u64>,
     wake_armed: bool,
     fixed_file: bool,
+    /// Since when the kernel has asked to try again, and has neither taken nor completed anything.
+    refused_since: Option<Instant>,
     arena: Option<Registered>,
 }
 
@@ -479,20 +491,44 @@ impl Driver {
                     continue;
                 }
             }
-            match self.wake.refused(ring.submitter.submit_and_wait(1)) {
-                Ok(_) => {}
-                Err(error)
-                    if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
-                // The kernel takes no more from this ring, and never should refuse.
-                Err(error) => return self.fail(error.raw_os_error().unwrap_or(libc::EIO)),
-            }
+            let refusal = match self.wake.entered(&ring.submitter) {
+                Ok(_) => None,
+                Err(error) => Some(error.raw_os_error().unwrap_or(libc::EIO)),
+            };
             self.wake.sleeping.store(false, Ordering::SeqCst);
-            self.take_completions(ring);
+            let completed = self.take_completions(ring);
+            match refusal {
+                Some(errno @ (libc::EINTR | libc::EAGAIN | libc::EBUSY)) if !completed => {
+                    if self.is_refused_for_long(ring, errno) {
+                        return self.fail(errno, BUSY);
+                    }
+                }
+                None | Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => self.refused_since = None,
+                // The kernel takes no more from this ring, and never should refuse.
+                Some(errno) => return self.fail(errno, REFUSED),
+            }
         }
     }
 
+    /// Whether the kernel has asked to try again for too long, while there is something to take or to complete.
+    /// Sleeps for a moment where the kernel is busy.
+    fn is_refused_for_long(&mut self, ring: &mut Enabled<'_>, errno: i32) -> bool {
+        ring.sq.sync();
+        let is_busy = errno != libc::EINTR;
+        if is_busy {
+            std::thread::sleep(REFUSED_POLL);
+        }
+        // A wait for a slow drive may be interrupted any number of times.
+        let is_waited_for = if self.in_flight > 0 { is_busy } else { !self.open };
+        if ring.sq.is_empty() && !is_waited_for {
+            self.refused_since = None;
+            return false;
+        }
+        self.refused_since.get_or_insert_with(Instant::now).elapsed() > REFUSED_AT_MOST
+    }
+
     /// Ends all requests, and every one that comes, with an error.
-    fn fail(&mut self, errno: i32) {
+    fn fail(&mut self, errno: i32, hint: &'static str) {
         let fail = |ended: Vec<Ended>, counters: &Counters| {
             for ended in ended {
                 // The kernel may still have parts of it: its buffer is never used again.
@@ -500,13 +536,16 @@ impl Driver {
                 ended.tell(counters);
             }
         };
-        fail(self.schedule.fail_all(errno, REFUSED), &self.counters);
-        while let Ok(message) = self.messages.recv() {
+        fail(self.schedule.fail_all(errno, hint), &self.counters);
+        // What closes the ring waits for the end of its thread.
+        while self.open
+            && let Ok(message) = self.messages.recv()
+        {
             match message {
                 Message::Request(file, request, started) => {
                     let at_once = self.schedule.accept(&file, request, started);
                     at_once.into_iter().for_each(|ended| ended.tell(&self.counters));
-                    fail(self.schedule.fail_all(errno, REFUSED), &self.counters);
+                    fail(self.schedule.fail_all(errno, hint), &self.counters);
                 }
                 Message::Register(_, told) => drop(told.send(false)),
                 Message::Memory { told, .. } => drop(told.send(())),
@@ -647,9 +686,12 @@ impl Driver {
         if self.fixed_file && is_main { on!(types::Fixed(0)) } else { on!(types::Fd(transfer.file.fd())) }
     }
 
-    fn take_completions(&mut self, ring: &mut Enabled<'_>) {
+    /// Handles some completions; whether there were any.
+    fn take_completions(&mut self, ring: &mut Enabled<'_>) -> bool {
         ring.cq.sync();
+        let mut completed = false;
         for entry in ring.cq.by_ref().take(COMPLETIONS_AT_ONCE) {
+            completed = true;
             if entry.user_data() == WAKE {
                 self.wake_armed = false;
                 continue;
@@ -664,6 +706,7 @@ impl Driver {
             }
         }
         ring.cq.sync();
+        completed
     }
 }
 

@@ -16,6 +16,7 @@ from memascend.command.data_size import count_tokens
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import explain
 from memascend.command.hub import CONFIG_FILES, model_directory
+from memascend.command.lora import Adapters, lone_option
 from memascend.command.screen import quiet_libraries
 from memascend.command.space import free_bytes
 from memascend.common.progress import USUAL_COLUMNS
@@ -128,12 +129,14 @@ def _data(chosen: argparse.Namespace, config: Any) -> dict[str, Any] | None:
 def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int | None:
     """Return the memory of adapters with their gradients and states, or None without --lora-rank."""
     if chosen.lora_rank is None:
+        if alone := lone_option(chosen):
+            raise DataError(f"{alone} is of adapters: give --lora-rank too")
         return None
     from memascend.command import adapters  # Imports transformers' Trainer.
 
     folder = chosen.model if chosen.model.is_dir() else chosen.model.parent
     empty = empty_model_of(config, folder, getattr(torch, dtype))
-    return adapters.memory_bytes(empty, chosen.lora_rank, on_experts=chosen.experts == "whole")
+    return adapters.memory_bytes(empty, Adapters.of(chosen), on_experts=chosen.experts == "whole")
 
 
 def _processor(chosen: argparse.Namespace, dtype: str) -> dict[str, gpu.Rate] | None:

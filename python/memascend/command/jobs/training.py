@@ -10,6 +10,7 @@ from memascend.command import launched
 from memascend.command.ended import finished_steps
 from memascend.command.exits import BAD_INPUT, SIGNALLED, tell
 from memascend.command.hub import model_directory
+from memascend.command.lora import lone_option, rank_of
 from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
@@ -27,6 +28,8 @@ ADAPTER_RATE = 2e-4
 def finetune(chosen: argparse.Namespace) -> int:
     """Fine-tune a model."""
     values = {name: value for name, value in vars(chosen).items() if name not in ("command", "options")}
+    if values["adapter"] is not None and values["lora_rank"] is None:
+        values["lora_rank"] = rank_of(values["adapter"])
     if values["lr"] is None:
         values["lr"] = ADAPTER_RATE if values["lora_rank"] else Settings.lr
     if values["tbw_share"] is not None and values["tbw"] is None:
@@ -98,6 +101,8 @@ def _conflict(settings: Settings) -> str | None:
         return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
     if settings.weights and isinstance(settings.evaluation, float):
         return "--weights has documents twice, of which a fraction would hold out one: give --eval files"
+    if problem := _conflict_of_adapters(settings):
+        return problem
     if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
         return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
     if settings.lora_rank and any(path.is_block_device() for path in settings.store):
@@ -128,6 +133,21 @@ def _conflict(settings: Settings) -> str | None:
         return "--resume goes on with the run in a store: without --store there is none"
     if settings.device_memory or settings.activations:
         return "--device-memory and --activations are of a model in a store: leave them out with --in-memory"
+    return None
+
+
+def _conflict_of_adapters(settings: Settings) -> str | None:
+    """Return why the options of adapters cannot be used together with others, or None."""
+    alone = lone_option(settings)
+    if alone and settings.lora_rank is None:
+        return f"{alone} is of adapters: give --lora-rank too"
+    if settings.adapter is not None and (alone or settings.lora_rank != rank_of(settings.adapter)):
+        return f"--adapter has the options of its adapters: leave out {alone or '--lora-rank'}"
+    if settings.modules_to_save and not settings.in_memory:
+        return (
+            "--modules-to-save trains copies of whole modules, which cannot be made of a model in a store: give "
+            "--in-memory, or train from Python, with adapters that are added before memascend.offload"
+        )
     return None
 
 

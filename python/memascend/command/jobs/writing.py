@@ -1,4 +1,4 @@
-"""`memascend export` and `reshard`: the contents of a store in another form."""
+"""`memascend export`, `merge` and `reshard`: the contents of a store or of a directory of adapters in another form."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from memascend.command.arguments import QUANTISED
 from memascend.command.exits import note
 from memascend.command.screen import quiet_libraries
 from memascend.errors import DataError
+from memascend.formats.adapters import is_adapter
 from memascend.formats.gguf import FILE_NAME, MODELFILE_NAME
 from memascend.runs import export as exports
 from memascend.runs import reshard as divisions
@@ -34,6 +35,22 @@ def export(chosen: argparse.Namespace) -> int:
     if chosen.format == "gguf":
         print(f"run it with `llama-cli -m {chosen.out / FILE_NAME}`, or give it to Ollama:")
         print(f"  ollama create {chosen.out.name} -f {chosen.out / MODELFILE_NAME}")
+    return 0
+
+
+def merge(chosen: argparse.Namespace) -> int:
+    """Write the model of some adapters with these merged."""
+    if not is_adapter(chosen.adapter):
+        raise DataError(f"{chosen.adapter} holds no adapters (adapter_config.json): `memascend export` writes models")
+    quiet_libraries()
+    how = exports.Export(
+        layout="huggingface",
+        dtype=chosen.dtype,
+        host_memory=chosen.host_memory,
+        tokenizer=chosen.tokenizer,
+        tell=note,
+    )
+    print(f"wrote {chosen.out}: {exports.export([chosen.adapter], chosen.out, how)}")
     return 0
 
 

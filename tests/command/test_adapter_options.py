@@ -1,0 +1,147 @@
+"""Options of adapters: those that PEFT makes of them in memory, trained further, merged, planned, or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import tiny
+import torch
+from commands import in_memory, words_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from memascend.command import main
+from memascend.forecast import forecast
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
+
+RUN: dict[str, Any] = {"steps": 3, "lr": 1e-2, "lora_rank": 4}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return tiny.llama_directory(tmp_path, hidden=64, layers=2)
+
+
+def words(model_dir: Path, out: str, *more: str, **changed: Any) -> list[str]:
+    run = {name: value for name, value in (RUN | changed).items() if value is not None}
+    return [*words_of(model_dir, model_dir.parent / out, model_dir.parent / "store", **run), *more]
+
+
+def run(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.main(words) == 0, capfd.readouterr().err
+
+
+def results(out: Path) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the loss of each step, the adapters, and their configuration."""
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record["record"] == "step"]
+    return losses, load_file(out / "adapter_model.safetensors"), json.loads((out / "adapter_config.json").read_text())
+
+
+def assert_same(ours: Path, theirs: Path) -> None:
+    (losses, adapters, config), (expected, in_memory, its_config) = results(ours), results(theirs)
+    assert losses == expected and len(losses) == RUN["steps"]
+    tiny.assert_same_weights(adapters, in_memory)
+    assert config == its_config
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        (
+            ["--lora-alpha", "3", "--lora-dropout", "0.2", "--lora-targets", "q_proj", "v_proj"],
+            {"lora_alpha": 3, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"]},
+        ),
+        (["--dora", "--rslora"], {"use_dora": True, "use_rslora": True, "lora_alpha": 8}),
+    ],
+    ids=["scale and targets", "DoRA"],
+)
+def test_options_have_the_bits_of_peft_in_memory(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], options: list[str], made: dict[str, Any]
+) -> None:
+    room = model_dir.parent
+    run(words(model_dir, "out", *options), capfd)
+    run(in_memory(words(model_dir, "memory", *options)), capfd)
+    assert_same(room / "out", room / "memory")
+    config = results(room / "out")[2]
+    config["target_modules"] = sorted(config["target_modules"])
+    assert config | made == config and config["r"] == 4
+    named = {name.split(".")[-3] for name in results(room / "out")[1] if "lora_A" in name}
+    assert "target_modules" not in made or named == set(made["target_modules"])
+
+
+def test_copies_of_modules_are_trained_in_memory(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved = words(model_dir, "out", "--modules-to-save", "lm_head", "--lora-targets", "q_proj")
+    assert main.main(saved) == main.BAD_INPUT
+    assert "--modules-to-save trains copies of whole modules" in capfd.readouterr().err
+    run(in_memory(saved), capfd)
+    assert any("lm_head" in name for name in results(model_dir.parent / "out")[1])
+    unknown = words(model_dir, "other", "--modules-to-save", "nothing")
+    assert main.main(in_memory(unknown)) == main.BAD_INPUT
+    assert "--modules-to-save nothing: no module of the model has that name" in capfd.readouterr().err
+
+
+def test_adapters_are_trained_further_and_merged(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    run(words(model_dir, "first", "--lora-alpha", "5", "--lora-targets", "q_proj", "o_proj"), capfd)
+    further = ["--adapter", str(room / "first")]
+    run(words(model_dir, "out", *further, lora_rank=None), capfd)
+    run(in_memory(words(model_dir, "memory", *further, lora_rank=None)), capfd)
+    assert_same(room / "out", room / "memory")
+    (first, before, its_config), (losses, after, config) = results(room / "first"), results(room / "out")
+    assert losses[0] < first[0], "it begins where the others ended"
+    assert (config["r"], config["lora_alpha"]) == (its_config["r"], its_config["lora_alpha"]) == (4, 5)
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+
+    merge = ["merge", str(room / "out"), "--out"]
+    run([*merge, str(room / "merged")], capfd)
+    assert "with the adapters of" in capfd.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    expected = peft.PeftModel.from_pretrained(base, room / "out").merge_and_unload().state_dict()
+    tiny.assert_same_weights(load_file(room / "merged" / "model.safetensors"), expected)
+    assert expected["lm_head.weight"].dtype == torch.bfloat16
+    assert main.main([*merge, str(room / "merged")]) != 0, "it exists"
+    capfd.readouterr()
+    assert main.main(["merge", str(model_dir), "--out", str(room / "none")]) == main.BAD_INPUT
+    assert "holds no adapters" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--dora"], "--dora is of adapters: give --lora-rank too"),
+        (["--lora-rank", "4", "--lora-targets", "nothing"], "--lora-targets nothing: Target modules"),
+        (["--adapter", "{model}"], "holds no adapters of LoRA: give a directory that PEFT wrote"),
+    ],
+)
+def test_what_does_not_go_together_is_said(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], options: list[str], problem: str
+) -> None:
+    given = [word.replace("{model}", str(model_dir)) for word in options]
+    assert main.main(words(model_dir, "out", *given, lora_rank=None)) == main.BAD_INPUT
+    assert problem in capfd.readouterr().err
+
+
+def test_plans_count_the_adapters_described(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "resident_memory", lambda: 1 << 28)
+
+    def planned(*options: str) -> int:
+        run(["plan", str(model_dir), "--seq-len", "32", "--json", "--lora-rank", "4", *options], capfd)
+        total: int = json.loads(capfd.readouterr().out)["whole"]["total_bytes"]
+        return total
+
+    targets = ("--lora-targets", "q_proj", "v_proj")
+    # A head of 258 x 64, with gradients and moments in float32.
+    assert planned(*targets, "--modules-to-save", "lm_head") - planned(*targets) == 258 * 64 * 16
+    assert planned(*targets) < planned(*targets, "--dora") < planned("--dora")
+    assert main.main(["plan", str(model_dir), "--seq-len", "32", "--dora"]) == main.BAD_INPUT
+    assert "--dora is of adapters: give --lora-rank too" in capfd.readouterr().err
