@@ -67,6 +67,7 @@ class Settings:
     eval_steps: int | None = None  # between evaluations; None is a tenth of the run
     dequantize: bool = False  # read quantised weights into the store in `dtype`
     lora_rank: int | None = None  # train adapters of this rank instead of the model
+    base_bits: int | None = None  # quantise the linear weights that adapters are trained over
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory with its contents
     tbw: float | None = None  # terabytes that each drive is rated to be written in its life
@@ -147,7 +148,7 @@ class Settings:
                 "weight_decay",
             ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
-            *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "processes"),
+            *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "base_bits", "processes"),
         )
         return {name: getattr(self, name) for name in names} | {
             "eval": self.held_out,

@@ -14,6 +14,7 @@ from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
+from memascend.layout.bits import COMPUTED_IN
 from memascend.offloading.computing import Computing
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def finetune(chosen: argparse.Namespace) -> int:
     values["evaluation"] = values["evaluation"] or ()
     if len(values["evaluation"]) == 1 and isinstance(values["evaluation"][0], float):
         values["evaluation"] = values["evaluation"][0]
+    if values["base_bits"] and values["dtype"] == "auto":
+        values["dtype"] = COMPUTED_IN
     sample = values.pop("sample")
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
@@ -102,6 +105,8 @@ def _conflict(settings: Settings) -> str | None:
         return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
     if settings.lora_rank and any(path.is_block_device() for path in settings.store):
         return "adapters are kept in files: with --lora-rank, --store takes directories"
+    if settings.base_bits and (problem := _conflict_of_base(settings)):
+        return f"--base-bits {settings.base_bits} {problem}"
     if settings.update == "backward" and (problem := _conflict_of_updates(settings)):
         return f"--update backward applies gradients as they are made: {problem}"
     if settings.dequantize and settings.in_memory:
@@ -128,6 +133,18 @@ def _conflict(settings: Settings) -> str | None:
         return "--resume goes on with the run in a store: without --store there is none"
     if settings.device_memory or settings.activations:
         return "--device-memory and --activations are of a model in a store: leave them out with --in-memory"
+    return None
+
+
+def _conflict_of_base(settings: Settings) -> str | None:
+    """What a quantised base cannot be used together with, or None."""
+    for refused, instead in (
+        (not settings.lora_rank, "is of weights that are not trained themselves: give --lora-rank too"),
+        (settings.in_memory, "is of weights on an SSD: leave it out, or --in-memory"),
+        (settings.dtype != COMPUTED_IN, f"computes in {COMPUTED_IN}: leave out --dtype {settings.dtype}"),
+    ):
+        if refused:
+            return instead
     return None
 
 
