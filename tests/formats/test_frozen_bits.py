@@ -136,7 +136,7 @@ def test_linear_weights_of_layers_are_those_of_bitsandbytes(
     found = {name: value.detach().clone() for name, value in memascend.parameters_of(ours)}
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-    # A pass reads what the quantised layers take, to the byte, and the store has the rest.
+    # A pass reads the bytes of the quantised layers, no more, and the store has the rest.
     session = offload_of(ours)
     layers = [value for name, value in wanted.items() if ".layers." in name]
     in_16_bits = sum(value.nbytes for value in layers)
@@ -229,15 +229,17 @@ def test_adapters_are_those_over_the_quantised_model_in_memory(
             losses.append(loss.detach().clone())
         adapters.append([parameter.detach().clone() for parameter in trained])
     assert losses[:3] == losses[3:] and all(map(torch.equal, *adapters))
-    assert memascend.stats(ours)["ssd_bytes_written"] < 2**20  # What stays in 16 bits, and nothing of a step.
+    assert memascend.stats(ours)["ssd_bytes_written"] < 2**20  # The weights that stay in 16 bits, and nothing of a step.
     # They stay as they are: a merge is refused, and the weights are read anew.
     with pytest.raises(MemascendError, match=rf"\(frozen_bits={bits}\): leave frozen_bits out"):
         model.merge_adapter()
     # A directory has the values that were trained over, in 16 bits.
     memascend.save_pretrained(model.unload(), tmp_path / "out")
     written = models.load_file(tmp_path / "out" / models.WEIGHTS)
-    wanted = dict(theirs.named_parameters())
-    assert written.keys() == {name.replace(".base_layer", "") for name in wanted if "lora" not in name}
+    wanted = {
+        name.replace(".base_layer", ""): value for name, value in theirs.named_parameters() if "lora" not in name
+    }
+    assert written.keys() == wanted.keys() and all(torch.equal(written[name], wanted[name]) for name in wanted)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------

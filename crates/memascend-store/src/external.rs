@@ -23,7 +23,7 @@ pub struct ExternalFile {
     direct: bool,
     bytes: u64,
     modified_ns: i128,
-    /// The checksums of its blocks, all of which are whole.
+    /// The checksums of its blocks, which are all whole.
     sums: Option<Box<[u32]>>,
     read_bytes: AtomicU64,
 }
@@ -57,7 +57,7 @@ impl ExternalFile {
     }
 
     /// Has every block that is read compared with its checksum. The path for messages is the one that
-    /// a link leads to, such as that of an open file without a name.
+    /// a link leads to, such as an open file without a name.
     ///
     /// # Panics
     /// If the file does not have as many blocks, all whole.

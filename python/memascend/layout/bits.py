@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: The bits that a weight may be quantised to.
 BITS = (4, 8)
-#: What such weights are computed with in.
+#: The dtype that such weights are computed with in.
 COMPUTED_IN = "bfloat16"
 #: Elements that share a scale, by bits; and scales of four bits that share a factor.
 BLOCK = {4: 64, 8: 4096}

@@ -1,6 +1,6 @@
-"""Frozen weights that are quantised as the model is opened: which they are, and the bytes that they take.
+"""Frozen weights that are quantised as the model is opened: the choice of them.
 
-They are those of QLoRA: the weights of linear layers in repeated layers, and there also experts that lie in one
+As in QLoRA they are the weights of linear layers within repeated layers, and there also experts that lie in one
 parameter. Embeddings, heads, norms, biases and routers stay as they are. A unit that has such weights lies in no store:
 its bytes are in a file beside it (`memascend.formats.quantised.beside`).
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
-    """Mark the units and places of which weights are quantised to `bits`.
+    """Mark the units and places whose weights are quantised to `bits`.
 
     Raises ValueError for a model that has none.
     """
@@ -51,5 +51,5 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _can_be(place: Place) -> bool:
-    """Whether the kernels dequantise a weight: to bfloat16, two numbers of four bits at a time."""
+    """Return whether the kernels dequantise a weight: to bfloat16, two numbers of four bits at a time."""
     return place.dtype == torch.bfloat16 and place.numel % 2 == 0

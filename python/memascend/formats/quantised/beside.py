@@ -1,13 +1,13 @@
 """Frozen weights that are quantised as a model is opened, in files beside its store, from which they are streamed.
 
 They are not tensors of the store: nothing writes them again, so they need neither its slots nor its generations, and
-the executor dequantises what it reads from files already. Each directory of the store has a file, and units take turns
-among them. A file has no name, so that it goes with the process, however that ends, and is nothing that a later run
-could take for its own. A run that goes on quantises the same weights to the same bytes again. Each block of 4 KiB that
-is read is compared with its checksum, as those of the store are.
+the executor already dequantises weights that it reads from files. Each directory of the store has a file, and units
+take turns among them. A file has no name, so that it goes with the process, however that ends, and no later run can
+take it for its own. A run that goes on quantises the same weights to the same bytes again. Each block of 4 KiB that is
+read is compared with its checksum, as in the store.
 
-A file has the units one behind the other, each from a page on: the numbers of its quantised weights, their scales, the
-factors of those, and the weights that stay as they are.
+A file has the units one behind the other, each from a page on: the numbers of its quantised weights, then the scales of
+each with their factors, then the weights that stay as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SUMMED_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class _Written:
-    """Where a weight lies in its file: where its numbers, scales and factors begin; and what is added to scales."""
+    """Where a weight lies in its file: where its numbers, scales and factors begin; and the offset of scales."""
 
     numbers: int
     scales: int = 0

@@ -108,7 +108,7 @@ def dynamic_code() -> torch.Tensor:
 
 @cache
 def _parts() -> torch.Tensor:
-    """Return the byte of each of the parts that -1 .. 1 is divided into: that of the number nearest to it."""
+    """Return the byte of each of the parts that -1 .. 1 is divided into: it names the nearest number."""
     code = dynamic_code()
     at = 2.0 * torch.arange(_PARTS, dtype=torch.float32) / (_PARTS - 1) - 1.0
     return torch.bucketize(at, 0.5 * (code[:-1] + code[1:]), out_int32=True).to(torch.uint8)
