@@ -229,16 +229,14 @@ def test_adapters_are_those_over_the_quantised_model_in_memory(
             losses.append(loss.detach().clone())
         adapters.append([parameter.detach().clone() for parameter in trained])
     assert losses[:3] == losses[3:] and all(map(torch.equal, *adapters))
-    assert memascend.stats(ours)["ssd_bytes_written"] < 2**20  # The weights that stay in 16 bits, and nothing of a step.
+    assert memascend.stats(ours)["ssd_bytes_written"] < 2**20  # Of the weights in 16 bits, none of a step.
     # They stay as they are: a merge is refused, and the weights are read anew.
     with pytest.raises(MemascendError, match=rf"\(frozen_bits={bits}\): leave frozen_bits out"):
         model.merge_adapter()
     # A directory has the values that were trained over, in 16 bits.
     memascend.save_pretrained(model.unload(), tmp_path / "out")
     written = models.load_file(tmp_path / "out" / models.WEIGHTS)
-    wanted = {
-        name.replace(".base_layer", ""): value for name, value in theirs.named_parameters() if "lora" not in name
-    }
+    wanted = {name.replace(".base_layer", ""): value for name, value in theirs.named_parameters() if "lora" not in name}
     assert written.keys() == wanted.keys() and all(torch.equal(written[name], wanted[name]) for name in wanted)
 
 
