@@ -252,6 +252,7 @@ def test_adapters_are_those_over_the_quantised_model_in_memory(
         ({"keep_store": True}, "leave out durability and keep_store, or frozen_bits"),
         ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
         ({"dtype": "float32"}, "no linear weights in bfloat16 in repeated layers.*: give dtype='bfloat16'"),
+        ({"experts": "pieces"}, "cannot be had yet with experts='pieces': leave one of them out"),
         ({"store": "UUID=1234-5678"}, "UUID=1234-5678 is a raw block device: give a directory as store"),
     ],
 )
