@@ -137,7 +137,7 @@ def _conflict(settings: Settings) -> str | None:
 
 
 def _conflict_of_base(settings: Settings) -> str | None:
-    """What a quantised base cannot be used together with, or None."""
+    """Return the reason why a quantised base cannot be used with the other options, or None."""
     for refused, instead in (
         (not settings.lora_rank, "is of weights that are not trained themselves: give --lora-rank too"),
         (settings.in_memory, "is of weights on an SSD: leave it out, or --in-memory"),
