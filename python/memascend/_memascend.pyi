@@ -289,7 +289,11 @@ class Restore:
 
 @final
 class ExternalFile:
-    def __new__(cls, path: str | PathLike[str], bytes: int, modified_ns: int, direct: bool) -> ExternalFile: ...
+    def __new__(
+        cls, path: str | PathLike[str], bytes: int, modified_ns: int, direct: bool, sums: bytes | None = None
+    ) -> ExternalFile: ...
+    @staticmethod
+    def sums_of(address: int, bytes: int) -> bytes: ...
     @property
     def direct(self) -> bool: ...
     @property
@@ -306,6 +310,8 @@ class Packing:
         scales: tuple[ExternalFile, int],
         nested: tuple[int, tuple[ExternalFile, int], Sequence[float], float] | None = None,
     ) -> Packing: ...
+    @staticmethod
+    def bytes(block: int, code: Sequence[float], scales: tuple[ExternalFile, int]) -> Packing: ...
 
 @final
 class FileEngine:

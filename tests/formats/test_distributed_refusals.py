@@ -304,7 +304,7 @@ def test_weights_in_the_models_files_cannot_be_loaded(tmp_path: Path) -> None:
         model = memascend.from_pretrained(
             tmp_path / "model", store=tmp_path / frozen, host_memory="64MiB", allocator="pageable", frozen=frozen
         )
-        refusal = pytest.raises(memascend.MemascendError, match="open the model with frozen='store'")
+        refusal = pytest.raises(memascend.MemascendError, match=r"no checkpoint can be loaded.*use frozen='store'")
         with refusal if frozen == "files" else contextlib.nullcontext():
             memascend.load_distributed(model, None, tmp_path / "saved")
         weights = dict(memascend.parameters_of(model))

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use memascend_kernels::{dequantise_e4m3, dequantise_four_bits};
+use memascend_kernels::{dequantise_bytes, dequantise_e4m3, dequantise_four_bits};
 use memascend_store::ExternalFile;
 
 use crate::Result;
@@ -15,6 +15,8 @@ use crate::Result;
 const TAKEN_BYTES: usize = 4096;
 /// Elements of four bits in a piece; blocks divide it.
 const PIECE_ELEMENTS: usize = 1 << 18;
+/// Elements of a byte in a piece; blocks divide it.
+const BYTES_PIECE_ELEMENTS: usize = 1 << 19;
 /// Elements of FP8 in a piece, but for the end of the last row.
 const ROW_PIECE_ELEMENTS: usize = 1 << 19;
 
@@ -81,6 +83,15 @@ pub enum Packing {
         /// The format of the bytes.
         nested: Option<Box<Nested>>,
     },
+    /// Bytes that name a number of a code, with an fp32 scale for each block.
+    Bytes {
+        /// Elements of a block; divides 4,096.
+        block: usize,
+        /// The numbers.
+        code: Box<[f32; 256]>,
+        /// The scales.
+        scales: Stored,
+    },
 }
 
 impl Packing {
@@ -89,13 +100,14 @@ impl Packing {
         match self {
             Self::Float8 { width, .. } => (ROW_PIECE_ELEMENTS / width).max(1) * width,
             Self::FourBits { .. } => PIECE_ELEMENTS,
+            Self::Bytes { .. } => BYTES_PIECE_ELEMENTS,
         }
     }
 
     /// Bytes that `elements` take in the file.
     pub(crate) fn stored_bytes(&self, elements: usize) -> usize {
         match self {
-            Self::Float8 { .. } => elements,
+            Self::Float8 { .. } | Self::Bytes { .. } => elements,
             Self::FourBits { .. } => elements.div_ceil(2),
         }
     }
@@ -149,6 +161,15 @@ impl Packing {
                     let end = ((number + 1) * block).min(elements);
                     unpack(target, begin, number * block, end, 2, |dst, packed| {
                         dequantise_four_bits(dst, packed, code, *scale);
+                    });
+                }
+            }
+            Self::Bytes { block, code, scales } => {
+                let scales = scales.floats(first / block, elements.div_ceil(*block), window)?;
+                for (number, scale) in scales.iter().enumerate() {
+                    let end = ((number + 1) * block).min(elements);
+                    unpack(target, begin, number * block, end, 1, |dst, codes| {
+                        dequantise_bytes(dst, codes, code, *scale);
                     });
                 }
             }
@@ -293,6 +314,25 @@ mod tests {
                 })
                 .collect();
             assert_eq!(read(&packing, &file, 0, begin, end - begin), wanted, "{begin} .. {end}");
+        }
+    }
+
+    #[test]
+    fn bytes_have_the_scale_of_their_block_in_any_piece() {
+        let (elements, block) = (4096 * 3 + 70, 4096);
+        let code: [f32; 256] = std::array::from_fn(|at| at as f32 / 127.5 - 1.0);
+        let codes: Vec<u8> = (0..elements).map(|at| (at * 11 + at / 13) as u8).collect();
+        let scales: Vec<f32> = (0..4).map(|at| 0.5 + at as f32).collect();
+        let scale_bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        let bytes = [&[9][..], &codes, &scale_bytes].concat();
+        let (_file, file) = opened(&bytes, true);
+        let stored = Stored { file: Arc::clone(&file), position: 1 + codes.len() as u64 };
+        let packing = Packing::Bytes { block, code: Box::new(code), scales: stored };
+        for (begin, end) in [(0, elements), (4096, 8192), (4096 * 2, elements)] {
+            let wanted: Vec<u16> = (begin..end)
+                .map(|at| round_bf16(code[usize::from(codes[at])] * scales[at / block]))
+                .collect();
+            assert_eq!(read(&packing, &file, 1, begin, end - begin), wanted, "{begin} .. {end}");
         }
     }
 }

@@ -53,6 +53,27 @@ fn four_bits_body(dst: &mut [u16], packed: &[u8], code: &[f32; 16], scale: f32) 
     }
 }
 
+kernel! {
+    /// The bf16 of the number of `code` that each byte of `codes` names, times `scale`.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn dequantise_bytes / dequantise_bytes_with(
+        dst: &mut [u16],
+        codes: &[u8],
+        code: &[f32; 256],
+        scale: f32,
+    ) = bytes_body;
+}
+
+#[inline(always)]
+fn bytes_body(dst: &mut [u16], codes: &[u8], code: &[f32; 256], scale: f32) {
+    assert_eq!(dst.len(), codes.len(), "lengths");
+    let mut numbers = [0; 256];
+    numbers.iter_mut().zip(code).for_each(|(bits, value)| *bits = round_bf16(value * scale));
+    dst.iter_mut().zip(codes).for_each(|(bits, &byte)| *bits = numbers[usize::from(byte)]);
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::Isa;
@@ -108,6 +129,21 @@ mod tests {
             let mut bits = vec![7; expected.len()];
             dequantise_four_bits_with(isa, &mut bits, &packed, &code, scale);
             assert_eq!(bits, expected, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn every_byte_names_its_number_on_every_isa() {
+        let code: [f32; 256] = std::array::from_fn(|index| (index as f32 - 127.3) / 129.1);
+        let codes: Vec<u8> = (0..=u8::MAX).chain(3..40).collect();
+        for scale in [0.0137, 0.0, 3.1e-39] {
+            let expected: Vec<u16> =
+                codes.iter().map(|&byte| round_bf16(code[usize::from(byte)] * scale)).collect();
+            for isa in Isa::available() {
+                let mut bits = vec![7; expected.len()];
+                dequantise_bytes_with(isa, &mut bits, &codes, &code, scale);
+                assert_eq!(bits, expected, "{isa:?} {scale}");
+            }
         }
     }
 }

@@ -8,15 +8,18 @@ use std::time::Duration;
 use memascend_exec::{Nested, Stored};
 use memascend_guarded::guarded;
 use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
-use memascend_nvme::IoError;
+use memascend_nvme::{BLOCK_BYTES, IoError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::errors::{io_error, store_error};
+use crate::host::elements;
 use crate::volume::{engine_options, parse_operation};
 
 /// A file outside the store from which weights are read where they lie. It must stay as it was when
-/// `os.stat` gave `bytes` bytes and the last change at `modified_ns`.
+/// `os.stat` gave `bytes` bytes and the last change at `modified_ns`. `sums` has the checksums of its blocks, with which
+/// what is read is compared.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ExternalFile(pub(crate) Arc<memascend_store::ExternalFile>);
 
@@ -24,10 +27,34 @@ pub(crate) struct ExternalFile(pub(crate) Arc<memascend_store::ExternalFile>);
 #[pymethods]
 impl ExternalFile {
     #[new]
-    fn new(path: PathBuf, bytes: u64, modified_ns: i128, direct: bool) -> PyResult<Self> {
-        memascend_store::ExternalFile::open(&path, bytes, modified_ns, direct)
-            .map(|file| Self(Arc::new(file)))
-            .map_err(|error| store_error(&error))
+    #[pyo3(signature = (path, bytes, modified_ns, direct, sums = None))]
+    fn new(
+        path: PathBuf,
+        bytes: u64,
+        modified_ns: i128,
+        direct: bool,
+        sums: Option<&[u8]>,
+    ) -> PyResult<Self> {
+        let file = memascend_store::ExternalFile::open(&path, bytes, modified_ns, direct)
+            .map_err(|error| store_error(&error))?;
+        let Some(sums) = sums else { return Ok(Self(Arc::new(file))) };
+        let sums: Vec<u32> = sums
+            .chunks_exact(4)
+            .map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
+            .collect();
+        if (sums.len() * BLOCK_BYTES) as u64 != bytes {
+            return Err(PyValueError::new_err(format!("{} checksums for {bytes} bytes", sums.len())));
+        }
+        Ok(Self(Arc::new(file.with_sums(sums))))
+    }
+
+    /// The checksums of the blocks of the `bytes` bytes at `address`, as `sums` has them.
+    #[staticmethod]
+    fn sums_of<'py>(py: Python<'py>, address: usize, bytes: usize) -> Bound<'py, PyBytes> {
+        // SAFETY: the Python layer passes the address of a live, contiguous CPU tensor of that length.
+        let read = unsafe { elements::<u8>(address, bytes) };
+        let sums = py.detach(|| memascend_store::block_sums(read));
+        PyBytes::new(py, &sums.iter().flat_map(|sum| sum.to_le_bytes()).collect::<Vec<_>>())
     }
 
     /// Whether reads bypass the page cache.
@@ -94,6 +121,19 @@ impl Packing {
         };
         let scales = stored(&scales);
         Ok(Self(Arc::new(memascend_exec::Packing::FourBits { block, code, scales, nested })))
+    }
+
+    /// Bytes that name one of the 256 numbers of `code`, with an fp32 scale at `scales` for each `block` of elements,
+    /// which divides 4,096.
+    #[staticmethod]
+    fn bytes(block: usize, code: Vec<f32>, scales: Place<'_>) -> PyResult<Self> {
+        if block == 0 || 4096 % block != 0 {
+            return Err(PyValueError::new_err(format!("blocks of {block} elements do not divide 4096")));
+        }
+        let code: Box<[f32; 256]> =
+            code.try_into().map_err(|_| PyValueError::new_err("a byte has 256 meanings"))?;
+        let scales = stored(&scales);
+        Ok(Self(Arc::new(memascend_exec::Packing::Bytes { block, code, scales })))
     }
 }
 

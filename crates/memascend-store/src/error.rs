@@ -41,6 +41,18 @@ pub enum StoreError {
         /// The file.
         path: PathBuf,
     },
+    /// Bytes of a file beside the store differ from those that were written.
+    #[error(
+        "{path}: {bytes} bytes at offset {offset} are not those of the quantised weights that were written: the drive has \
+         changed, lost or misplaced them. Open the model again, which quantises them anew",
+        bytes = memascend_nvme::BLOCK_BYTES
+    )]
+    DamagedBeside {
+        /// The file.
+        path: PathBuf,
+        /// The first of the bytes.
+        offset: u64,
+    },
     /// Names of tensors are unique.
     #[error("the store has a tensor {name} already")]
     TensorExists {
@@ -152,6 +164,7 @@ impl StoreError {
             | Self::Manifest { path, .. }
             | Self::ManifestTooLong { path, .. }
             | Self::Copied { path, .. }
+            | Self::DamagedBeside { path, .. }
             | Self::Changed { path } => Some(path),
             Self::Damaged(damage) => damage.places.first().map(|(path, _)| path.as_path()),
             _ => self.io().and_then(IoError::path),
@@ -162,7 +175,7 @@ impl StoreError {
     pub fn errno(&self) -> Option<i32> {
         match self {
             // The errno that filesystems return when one of their own checksums does not match.
-            Self::Damaged(_) => Some(libc::EBADMSG),
+            Self::Damaged(_) | Self::DamagedBeside { .. } => Some(libc::EBADMSG),
             Self::ManifestTooLong { .. } => Some(libc::EFBIG),
             Self::NoMemory { .. } => Some(libc::ENOMEM),
             Self::Missing { .. } => Some(libc::ENOENT),

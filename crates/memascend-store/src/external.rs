@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memascend_nvme::{BLOCK_BYTES, IoError, Operation};
 
+use crate::checksums::checksum;
 use crate::{Result, StoreError};
 
 /// A file outside the store from which tensors are read where they lie, at any offset. The file is
 /// never written, and has to stay as it is: every read compares its size and the time of its last
-/// change, since there are no checksums.
+/// change, and checksums where there are any.
 #[derive(Debug)]
 pub struct ExternalFile {
     path: PathBuf,
@@ -22,7 +23,14 @@ pub struct ExternalFile {
     direct: bool,
     bytes: u64,
     modified_ns: i128,
+    /// The checksums of its blocks, which are all whole.
+    sums: Option<Box<[u32]>>,
     read_bytes: AtomicU64,
+}
+
+/// The checksums of the blocks of some bytes, as [`ExternalFile::with_sums`] takes them. The last block may be shorter.
+pub fn block_sums(bytes: &[u8]) -> Vec<u32> {
+    bytes.chunks(BLOCK_BYTES).map(checksum).collect()
 }
 
 impl ExternalFile {
@@ -42,9 +50,24 @@ impl ExternalFile {
             ),
         };
         let path = path.to_owned();
-        let opened = Self { path, file, direct, bytes, modified_ns, read_bytes: AtomicU64::new(0) };
+        let sums = None;
+        let opened = Self { path, file, direct, bytes, modified_ns, sums, read_bytes: AtomicU64::new(0) };
         opened.check()?;
         Ok(opened)
+    }
+
+    /// Has every block that is read compared with its checksum. The path for messages is the one that
+    /// a link leads to, such as an open file without a name.
+    ///
+    /// # Panics
+    /// If the file does not have as many blocks, all whole.
+    pub fn with_sums(mut self, sums: Vec<u32>) -> Self {
+        assert_eq!(self.bytes, (sums.len() * BLOCK_BYTES) as u64, "whole blocks");
+        self.sums = Some(sums.into());
+        if let Ok(target) = std::fs::read_link(&self.path) {
+            self.path = target;
+        }
+        self
     }
 
     /// The path, for messages.
@@ -76,14 +99,16 @@ impl ExternalFile {
             return Err(self.changed());
         }
         let mut done = 0;
+        let in_blocks = self.direct || self.sums.is_some();
         while done < target.len() {
             let (position, left) = (offset + done as u64, target.len() - done);
-            let shift = if self.direct { (position % BLOCK_BYTES as u64) as usize } else { 0 };
-            let read = if self.direct {
+            let shift = if in_blocks { (position % BLOCK_BYTES as u64) as usize } else { 0 };
+            let read = if in_blocks {
                 let bytes = (shift + left)
                     .next_multiple_of(BLOCK_BYTES)
                     .min(window.len() / BLOCK_BYTES * BLOCK_BYTES);
-                self.read_at(position - shift as u64, &mut window[..bytes])?
+                let read = self.read_at(position - shift as u64, &mut window[..bytes])?;
+                self.compare(position - shift as u64, &window[..read])?
             } else {
                 self.read_at(position, &mut target[done..])?
             };
@@ -91,7 +116,7 @@ impl ExternalFile {
                 return Err(self.changed());
             }
             let new_bytes = (read - shift).min(left);
-            if self.direct {
+            if in_blocks {
                 target[done..done + new_bytes].copy_from_slice(&window[shift..shift + new_bytes]);
             }
             done += new_bytes;
@@ -129,6 +154,22 @@ impl ExternalFile {
                 .into());
             };
             return Ok(read);
+        }
+    }
+
+    /// Compares the blocks in `read`, which are from `position` on, with their checksums. Returns the bytes
+    /// that may be used.
+    fn compare(&self, position: u64, read: &[u8]) -> Result<usize> {
+        let Some(sums) = &self.sums else { return Ok(read.len()) };
+        let first = (position / BLOCK_BYTES as u64) as usize;
+        let blocks = read.chunks_exact(BLOCK_BYTES);
+        let whole = blocks.len() * BLOCK_BYTES;
+        match blocks.zip(&sums[first..]).position(|(block, &sum)| checksum(block) != sum) {
+            None => Ok(whole),
+            Some(number) => {
+                let offset = position + (number * BLOCK_BYTES) as u64;
+                Err(StoreError::DamagedBeside { path: self.path.clone(), offset })
+            }
         }
     }
 
@@ -235,5 +276,29 @@ mod tests {
         assert!(matches!(reopened, StoreError::Changed { .. }), "{reopened}");
         let missing = ExternalFile::open(Path::new("/nowhere/at/all"), bytes, modified_ns, true).unwrap_err();
         assert_eq!(missing.errno(), Some(libc::ENOENT));
+    }
+
+    #[test]
+    fn a_block_that_differs_from_its_checksum_is_found() {
+        let mut contents: Vec<u8> = (0..4 * BLOCK_BYTES).map(|index| (index * 7 % 251) as u8).collect();
+        let sums = block_sums(&contents);
+        contents[2 * BLOCK_BYTES + 5] ^= 1;
+        let file = file_of(&contents);
+        let (bytes, modified_ns) = stamp(file.path());
+        let mut window = Window([0; 2 * BLOCK_BYTES]);
+        for direct in [true, false] {
+            let external =
+                ExternalFile::open(file.path(), bytes, modified_ns, direct).unwrap().with_sums(sums.clone());
+            for (start, end) in [(1, 2 * BLOCK_BYTES), (3 * BLOCK_BYTES + 9, 4 * BLOCK_BYTES), (5000, 5001)] {
+                let mut target = vec![0xAB; end - start];
+                external.read(start as u64, &mut target, &mut window.0).unwrap();
+                assert_eq!(target, contents[start..end], "{start}..{end}");
+            }
+            for (start, end) in [(100, 4 * BLOCK_BYTES), (3 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES)] {
+                let found = external.read(start as u64, &mut vec![0; end - start], &mut window.0);
+                let offset = 2 * BLOCK_BYTES as u64;
+                assert!(matches!(found, Err(StoreError::DamagedBeside { offset: at, .. }) if at == offset));
+            }
+        }
     }
 }

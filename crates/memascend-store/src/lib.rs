@@ -47,7 +47,7 @@ pub use blocks::BlockCheck;
 pub use commit::{Snapshot, TensorReport};
 pub use error::{Damage, Result, StoreError};
 pub use extents::{Extent, ExtentAllocator};
-pub use external::ExternalFile;
+pub use external::{ExternalFile, block_sums};
 pub use layout::{Layout, Piece, STRIPE_BYTES};
 pub use store::{Store, StoreOptions, VolumeReport};
 pub use table::{Rewrite, TensorId};

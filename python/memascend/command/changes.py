@@ -53,6 +53,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
         "micro_batch_size": None,
         "tile_tokens": None,
         "boundaries": "off",
+        "base_bits": None,
     } | before  # A run of before there could be others.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:

@@ -51,6 +51,7 @@ from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
 from memascend.formats.weights import empty_model_of
 from memascend.integrations.trainer_position import Position
+from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.units import partition
 from memascend.machine import waits
 from memascend.machine.cuda import open_device
@@ -257,6 +258,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         trained = adapters.memory_bytes(model, Adapters.of(settings))
         model.requires_grad_(False)
     units = divided(model, gradients=settings.gradients, ranks=settings.processes)
+    if settings.base_bits:
+        quantise_units(model, units, settings.base_bits)
     chosen = (settings.optimizer, settings.states, settings.master)
     recompute = settings.recompute and not settings.in_memory
     work = Work(
@@ -430,8 +433,11 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
 def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
     """Return the model for adapters: in its files, if these have the dtype of the training, else in the store.
 
-    A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else.
+    A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else. With
+    --base-bits what stays in 16 bits is in the store.
     """
+    if settings.base_bits:
+        return _load_into_store(settings, interrupts, cleanup, frozen="store")
     units = partition(empty_model_of(config, settings.model_dir, DTYPES[settings.dtype]))
     if not any(unit.is_table for unit in units):
         with suppress(CheckpointError):
@@ -460,6 +466,7 @@ def _load_into_store(
             **settings.computing,
             gradients=settings.gradients,
             frozen=frozen,
+            frozen_bits=settings.base_bits,
             dequantize=settings.dequantize,
             durability="none" if frozen else settings.durability,
             keep_store=REPLACE if settings.replace_store else settings.keep_store or None,

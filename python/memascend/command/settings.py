@@ -74,6 +74,7 @@ class Settings:
     rslora: bool = False
     modules_to_save: Sequence[str] = ()  # trained whole, as copies
     adapter: Path | None = None  # the directory of adapters that are trained further; has their options
+    base_bits: int | None = None  # quantise the linear weights that adapters are trained over
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory with its contents
     tbw: float | None = None  # terabytes that each drive is rated to be written in its life
@@ -154,7 +155,7 @@ class Settings:
                 "weight_decay",
             ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
-            *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "processes"),
+            *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "base_bits", "processes"),
             *("lora_alpha", "lora_dropout", "dora", "rslora"),
         )
         return {name: getattr(self, name) for name in names} | {

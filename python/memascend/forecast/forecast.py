@@ -27,6 +27,8 @@ from memascend.forecast.traffic import Work, divided, projection_bytes, ssd_spac
 from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of
+from memascend.layout.bits import COMPUTED_IN
+from memascend.layout.frozen_bits import quantise_units
 from memascend.machine.limits import resident_memory
 from memascend.machine.segments import Segments
 from memascend.machine.threads import update_threads
@@ -95,6 +97,7 @@ def forecast(
     adapters_bytes: int | None = None,
     experts: str = "whole",
     processor: Mapping[str, Rate] | None = None,
+    base_bits: int | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
@@ -106,7 +109,8 @@ def forecast(
     other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
     Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
     bytes per second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
-    gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `processor` has the rates
+    gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `base_bits`: linear
+    weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`). `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
     are of `memascend.forecast.endurance`, what a run writes in all.
 
@@ -126,6 +130,12 @@ def forecast(
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
     if experts == "pieces" and adapters_bytes is None:
         raise DataError("--experts pieces is for experts that are not trained: give --lora-rank too, or leave it out")
+    if base_bits is not None and adapters_bytes is None:
+        raise DataError("--base-bits is of weights that are not trained themselves: give --lora-rank too")
+    if base_bits is not None and dtype != COMPUTED_IN:
+        raise DataError(f"--base-bits {base_bits} computes in {COMPUTED_IN}: leave out --dtype {dtype}")
+    if base_bits is not None and experts == "pieces":
+        raise DataError("--base-bits cannot be had yet with --experts pieces: leave one of them out")
     if ranks > 1 and adapters_bytes is not None:
         raise DataError("--lora-rank is of a run in one process: leave it out, or --ranks")
     if ranks > 1:
@@ -135,6 +145,8 @@ def forecast(
         model.requires_grad_(False)
         durability = "none"  # Adapters have checkpoints of their own.
     units = divided(model, gpu is not None, gradients, ranks, experts)
+    if base_bits is not None:
+        quantise_units(model, units, base_bits)
     on_device = gpu is not None
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
@@ -166,7 +178,7 @@ def forecast(
         space["buffers"] = buffers_bytes(model)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction: dict[str, Any] = {
-        "model": model_part(path, config, model, units, dtype) | {"dtype_reason": dtype_reason},
+        "model": model_part(path, config, model, units, dtype) | {"dtype_reason": dtype_reason, "base_bits": base_bits},
         "host_memory": memory_part(plan) | {"automatic": follows},
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),

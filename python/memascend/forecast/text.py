@@ -68,6 +68,9 @@ def _model_table(model: Mapping[str, Any], weights_bytes: int) -> str:
     )
     reason = (model["dtype_reason"] or "").replace("; ", ";\n  ")
     table = f"{table}\n  {reason}" if reason else table
+    if model["base_bits"]:
+        size = format_size(weights_bytes)
+        table += f"\n  linear weights of layers in {model['base_bits']} bits: the SSD has {size} of weights"
     source = model["source"]
     if source is None:
         return table

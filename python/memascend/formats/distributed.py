@@ -313,10 +313,9 @@ def _check_can_be_filled(model: nn.Module, names: dict[nn.Parameter, list[str]])
     """Raise MemascendError for a session whose weights `model` cannot replace, all of them."""
     for session in sessions_of(model):
         for place in session.places:
-            if place.sources:
+            if not place.tensor.unit.in_store:
                 raise MemascendError(
-                    f"{place.name} is read from the model's own files (frozen='files'), which a checkpoint cannot be "
-                    "loaded into: open the model with frozen='store'"
+                    f"no checkpoint can be loaded into the model: {place.name} {place.tensor.unit.read_only}"
                 )
             if place.parameter not in names:
                 raise MemascendError(

@@ -6,13 +6,14 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
 from memascend._memascend import return_large_blocks_to_system
 from memascend.durable.record import source_of
 from memascend.formats.heads import change_config
+from memascend.formats.quantised.beside import quantise_beside
 from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.saving import parse_dtype
 from memascend.formats.transformers_models import (
@@ -22,9 +23,12 @@ from memascend.formats.transformers_models import (
 )
 from memascend.formats.weight_files import WeightFiles
 from memascend.formats.weights import Sources
+from memascend.layout.bits import BITS
 from memascend.layout.division import divide
+from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.units import Unit, absent_like, partition
 from memascend.offloading import over_ranks
+from memascend.offloading.native import store_paths
 from memascend.offloading.opening import open_session, opening
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.options import TUNING_NAMES
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
     from memascend.offloading.computing import Computing
     from memascend.offloading.session import Session
-    from memascend.options import Activations, Experts, Gradients, RankLocations, Update
+    from memascend.options import Activations, Experts, Gradients, OffloadOptions, RankLocations, StorePaths, Update
     from memascend.ranks.group import Ranks
 
 
@@ -53,6 +57,7 @@ def from_pretrained(
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     frozen: str | None = None,
+    frozen_bits: int | None = None,
     dequantize: bool = False,
     model_class: str | type | None = None,
     resize_token_embeddings: int | None = None,
@@ -83,6 +88,11 @@ def from_pretrained(
             trained ones; "files" reads them from the safetensors files at each use, which takes neither time nor room
             for a copy. The files must hold the weights in `dtype` and must not change, and the run has no durable
             steps.
+        frozen_bits: with frozen="store", quantise the linear weights of the repeated layers as they are read: 4 is NF4
+            with double quantisation, 8 is 8 bits by blocks of 4,096, both with the bits of bitsandbytes. Each use reads
+            3.9 or 2.0 times fewer bytes of them, and dequantises them to bfloat16, which `dtype` has to be. They lie in
+            files without names in the directories of the store, and the run has no durable steps
+            (docs/how-to/quantised.md).
         dequantize: read quantised weights into the store in `dtype`, a piece at a time, with the bits of the library
             that defines their form (docs/how-to/quantised.md names the forms). With frozen="files" they stay as they
             are and are dequantised at each use, in the forms for which that is done. Without it they are refused.
@@ -110,12 +120,14 @@ def from_pretrained(
         BudgetError, DeviceError, StoreError, RankError, ValueError: as in `memascend.offload`.
     """
     changes = {name: options.pop(name) for name in list(options) if name not in TUNING_NAMES}
-    _check_frozen(frozen, durability, keep_store)
+    _check_frozen(frozen, frozen_bits, durability, keep_store)
     return_large_blocks_to_system()
     directory = Path(path) / subfolder
     with opening(from_pretrained, locals(), frozen) as (chosen, ranks):
-        if frozen == "files":
+        if frozen == "files" or frozen_bits is not None:
             chosen = replace(chosen, durability="none")
+        if frozen_bits is not None:
+            _check_beside(chosen, ranks)
         if resize_token_embeddings is not None:
             _check_resized(frozen, ranks)
         config = load_any_config(directory)
@@ -127,7 +139,7 @@ def from_pretrained(
             sources = Sources(model, files, begins_heads=model_class is not None and ranks is None)
             if resize_token_embeddings is not None:
                 sources.resize_tables(resize_token_embeddings)
-            units_of = partial(_divide, model, sources, frozen=frozen, ranks=ranks)
+            units_of = partial(_divide, model, sources, frozen=frozen, frozen_bits=frozen_bits, ranks=ranks)
             session = open_session(
                 model, chosen, ranks, units_of, lambda: source_of(model, sources.conversions, directory)
             )
@@ -142,14 +154,37 @@ def _dtype_of(dtype: str | torch.dtype, config: Any, files: WeightFiles) -> torc
     return parse_dtype(getattr(config, "dtype", None) or files.first_dtype() or torch.float32)
 
 
-def _check_frozen(frozen: str | None, durability: str, keep_store: bool | str | None) -> None:
+def _check_frozen(frozen: str | None, frozen_bits: int | None, durability: str, keep_store: bool | str | None) -> None:
     if frozen not in (None, "store", "files"):
         raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
+    if frozen_bits not in (None, *BITS):
+        raise ValueError(f"frozen_bits={frozen_bits!r} is none of None, {', '.join(map(str, BITS))}")
+    if frozen_bits is not None and frozen != "store":
+        why = "whose files stay as they are" if frozen else "which are trained"
+        raise ValueError(f"frozen_bits={frozen_bits} quantises frozen weights, not those {why}: give frozen='store'")
+    if frozen_bits is not None and (keep_store is True or durability not in ("auto", "none")):
+        raise ValueError(
+            "with frozen_bits the weights are quantised anew when the model is opened, and the store holds nothing "
+            "that could be kept: leave out durability and keep_store, or frozen_bits"
+        )
     if frozen == "files" and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
             "with frozen='files' the store holds nothing that could be kept: leave out durability and keep_store, or "
             "use frozen='store'"
         )
+
+
+def _check_beside(options: OffloadOptions, ranks: Ranks | None) -> None:
+    """Raise ValueError where quantised weights cannot lie beside the store."""
+    if ranks is not None:
+        raise ValueError("frozen_bits cannot be had yet where a store is divided over ranks: leave it out")
+    if options.experts == "pieces":
+        raise ValueError("frozen_bits cannot be had yet with experts='pieces': leave one of them out")
+    for path in store_paths(cast("StorePaths", options.store)):
+        if str(path).startswith("UUID=") or Path(path).is_block_device():
+            raise ValueError(
+                f"frozen_bits puts the weights in files, and {path} is a raw block device: give a directory as store"
+            )
 
 
 def _check_resized(frozen: str | None, ranks: Ranks | None) -> None:
@@ -163,7 +198,12 @@ def _check_resized(frozen: str | None, ranks: Ranks | None) -> None:
 
 
 def _divide(
-    model: nn.Module, sources: Sources, computing: Computing, frozen: str | None, ranks: Ranks | None
+    model: nn.Module,
+    sources: Sources,
+    computing: Computing,
+    frozen: str | None,
+    frozen_bits: int | None,
+    ranks: Ranks | None,
 ) -> list[Unit]:
     """Divide the model into units, frozen if `frozen` is not None, and those into the shares of `ranks`."""
     model.requires_grad_(frozen is None)
@@ -174,6 +214,8 @@ def _divide(
     units = partition(model, computing.torch_device, fused_loss, options.gradients, computing.uploads, experts)
     if frozen == "files":
         sources.locate(units, computing.options.tuning.get("direct", True))
+    if frozen_bits is not None:
+        quantise_units(model, units, frozen_bits)
     if ranks is not None:
         over_ranks.compare_layout(ranks, units)
         over_ranks.compare_checkpoints(ranks, sources.files.fingerprint(), sources.files.directory)
@@ -184,8 +226,19 @@ def _divide(
 
 def _fill(session: Session, sources: Sources, progress: Callable[[int, int], None] | None) -> None:
     """Read the weights into the store and attach the session to its model; discard the session on an error."""
+    quantised = sum(unit.nbytes for unit in session.units if unit.bits is not None)
+    stored = sum(unit.nbytes for unit in session.units if unit.weights)
+
+    def tell(done: int, _: int, before: int = 0) -> None:
+        if progress is not None:
+            progress(before + done, quantised + stored)
+
     try:
-        session.fill(sources.read if session.membership is None else sources.read_share, progress)
+        if quantised:
+            quantise_beside(session, sources.read_part, tell)
+        session.fill(
+            sources.read if session.membership is None else sources.read_share, partial(tell, before=quantised)
+        )
         sources.read_buffers()
         hooks_for(session).attach()
     except BaseException:

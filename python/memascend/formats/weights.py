@@ -270,6 +270,10 @@ class Sources:
         first = first_row * place.blocks.width if first_row else 0
         self._read(place, target, first, rows_follow=first_row is not None and first + target.numel() < place.numel)
 
+    def read_part(self, place: Place, target: torch.Tensor, first: int) -> None:
+        """Fill `target`, of one dimension, with the elements of a parameter from number `first` on."""
+        self._read(place, target, first, rows_follow=first + target.numel() < place.numel)
+
     def read_share(self, place: Place, target: torch.Tensor) -> None:
         """Fill of `target`, which has room for a whole parameter, the elements that one rank's store has.
 

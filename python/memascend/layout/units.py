@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
+from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
 from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
@@ -66,6 +67,8 @@ class Place:
     #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
     #: there, length in bytes here, and how the file has it, where that is quantised.
     sources: Sequence[tuple[ExternalFile, int, int, Packing | None]] = ()
+    #: The bits that its values are quantised to as the model is opened (`layout.frozen_bits`); None where they stay.
+    bits: int | None = None
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
     #: date.
     version: int = 0
@@ -243,11 +246,28 @@ class Unit:
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
     index: int = -1
+    #: The bits that linear weights of it are quantised to as the model is opened. All of it is then in a file beside
+    #: the store (`layout.frozen_bits`).
+    bits: int | None = None
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of its weights on the store: this rank's share, where the store is divided over ranks."""
+        """Bytes of its weights on the SSD: this rank's share, where the store is divided over ranks."""
+        if self.bits is not None:
+            return sum(quantised_nbytes(p.numel, p.bits) if p.bits else p.nbytes for p in self.places)
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def in_store(self) -> bool:
+        """Whether its weights are in the store, and not in files outside, which are only read."""
+        return self.bits is None and not any(place.sources for place in self.places)
+
+    @property
+    def read_only(self) -> str:
+        """Why weights that are not in the store cannot be written, and the remedy: the end of a sentence on one."""
+        if self.bits is not None:
+            return f"lies beside the store as it was quantised (frozen_bits={self.bits}): leave frozen_bits out"
+        return "is read from the model's own file (frozen='files'), which stays as it is: use frozen='store'"
 
     @property
     def weights(self) -> list[tuple[TensorId, int, int]]:

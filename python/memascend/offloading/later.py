@@ -147,7 +147,7 @@ class LaterRoom:
         return [tensor for tensor in later if tensor.packed and not tensor.gradient_outside]
 
     def _fits(self, plan: Plan, asked: Sequence[StoreTensor]) -> bool:
-        """Return whether a plan, the session's or another one, has room for the tensors that train later and for `asked`."""
+        """Return whether a plan has room for the tensors that train later and for `asked`."""
         packs = [tensor for tensor in asked if tensor.packed]
         staged = len(self._staged()) if plan is self._session.plan else 0
         left = plan.budget - plan.total

@@ -69,10 +69,10 @@ def find_tensors(runtime: Runtime, units: Iterable[Unit], resume: bool) -> None:
     """Number units and tensors in the store: create the tensors, or find them in a store to `resume`."""
     for unit in units:
         unit.index = runtime.add_unit()
-        runtime.read_from_files(unit.index, unit.outside)
+        if not unit.in_store:
+            runtime.read_from_files(unit.index, unit.outside)
+            continue
         for tensor in unit.tensors:
-            if tensor.places[0].sources:
-                continue
             if not resume:
                 tensor.id = runtime.create_tensor(tensor.name, tensor.nbytes)
                 continue

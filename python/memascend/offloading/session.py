@@ -259,6 +259,11 @@ class Session:
         Filling(self.runtime, self.streamer, self.units).fill(read, progress)
         self.generations.changed()
 
+    def read_outside(self, unit: Unit) -> None:
+        """Have a unit that is not in the store be read from the `sources` that its places have now."""
+        self.files = list(dict.fromkeys([*self.files, *(file for file, *_ in unit.outside)]))
+        self.runtime.read_from_files(unit.index, unit.outside)
+
     # ---- use --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -465,6 +470,12 @@ class Session:
 
     def _free(self) -> None:
         forget(self)
+        for unit in (unit for unit in self.units if unit.bits is not None and unit.outside):
+            # Their files have no names: the room on the drive is free when nothing has them open.
+            for place in unit.places:
+                place.sources = ()
+            self.runtime.read_from_files(unit.index, [])
+            self.files = []
         try:
             self.streamer.free()
         finally:

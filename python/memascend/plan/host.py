@@ -87,6 +87,8 @@ BOOKKEEPING_BYTES_PER_UNIT = 64 * 2**10
 BOOKKEEPING_BYTES_PER_PARAMETER = 16 * 2**10
 #: Checksums of the blocks of a MiB of a frozen table, once a row of the MiB was read.
 BLOCK_SUMS_BYTES = 1088
+#: The checksum of 4 KiB of quantised weights beside the store.
+SUM_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -302,7 +304,7 @@ def _plan(
         plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
         plan.applied.note = "beside the arena: autograd's, until their update"
     plan.later = later_line(tensors)
-    if any(place.sources for tensor in tensors for place in tensor.places):
+    if not all(unit.in_store for unit in units):
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
 
     tables = [unit for unit in units if unit.is_table]
@@ -574,6 +576,7 @@ def _add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
     tables = (unit for unit in units if unit.is_table and not unit.is_experts)
     frozen = (unit for unit in tables if not any(tensor.trained for tensor in unit.tensors))
     nbytes += sum(-(-unit.nbytes // MIB) for unit in frozen) * BLOCK_SUMS_BYTES
+    nbytes += sum(round_up(unit.stored_nbytes, PAGE_BYTES) for unit in units if unit.bits) // PAGE_BYTES * SUM_BYTES
     plan.bookkeeping = Line("bookkeeping", nbytes, 1, f"beside the arena: {len(units)} units, {parameters} parameters")
 
 

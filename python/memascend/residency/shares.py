@@ -68,14 +68,12 @@ class OwnStore:
         return nullcontext()
 
     def check_writable(self, places: Sequence[Place]) -> None:
-        """Raise MemascendError for a weight that is read in place from a file of the model, and have it read anew."""
+        """Raise MemascendError for a weight that is only read, from a file outside the store; have it read anew."""
         for place in places:
-            if place.sources:
-                discard(self._memory, place.tensor.unit)
-                raise MemascendError(
-                    f"{place.name} was written to, but it is read from the model's own file (frozen='files'), which "
-                    "stays as it is: use frozen='store'"
-                )
+            unit = place.tensor.unit
+            if not unit.in_store:
+                discard(self._memory, unit)
+                raise MemascendError(f"{place.name} was written to, but it {unit.read_only}")
 
 
 class ShardGatherer:

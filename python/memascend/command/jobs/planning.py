@@ -28,6 +28,7 @@ from memascend.forecast.headline import headline
 from memascend.forecast.text import curve_text, zero_infinity_text
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of
+from memascend.layout.bits import COMPUTED_IN
 from memascend.machine import drives, gpu
 from memascend.machine.products import product_rates
 from memascend.machine.threads import torch_threads, update_threads
@@ -47,7 +48,8 @@ def plan(chosen: argparse.Namespace) -> int:
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         config = load_bare_config(chosen.model)
-        choice = choose_dtype(chosen.dtype, chosen.model, config, device)
+        named = COMPUTED_IN if chosen.base_bits and chosen.dtype == "auto" else chosen.dtype
+        choice = choose_dtype(named, chosen.model, config, device)
         data = _data(chosen, config)
         prediction = forecast(
             chosen.model,
@@ -78,6 +80,7 @@ def plan(chosen: argparse.Namespace) -> int:
             adapters_bytes=_adapters_bytes(chosen, config, choice.dtype),
             experts=chosen.experts,
             processor=_processor(chosen, choice.dtype),
+            base_bits=chosen.base_bits,
         )
         if data is not None:
             prediction["data"] = data

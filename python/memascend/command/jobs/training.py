@@ -15,6 +15,7 @@ from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
+from memascend.layout.bits import COMPUTED_IN
 from memascend.offloading.computing import Computing
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def finetune(chosen: argparse.Namespace) -> int:
     values["evaluation"] = values["evaluation"] or ()
     if len(values["evaluation"]) == 1 and isinstance(values["evaluation"][0], float):
         values["evaluation"] = values["evaluation"][0]
+    if values["base_bits"] and values["dtype"] == "auto":
+        values["dtype"] = COMPUTED_IN
     sample = values.pop("sample")
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
@@ -107,6 +110,8 @@ def _conflict(settings: Settings) -> str | None:
         return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
     if settings.lora_rank and any(path.is_block_device() for path in settings.store):
         return "adapters are kept in files: with --lora-rank, --store takes directories"
+    if settings.base_bits and (problem := _conflict_of_base(settings)):
+        return f"--base-bits {settings.base_bits} {problem}"
     if settings.update == "backward" and (problem := _conflict_of_updates(settings)):
         return f"--update backward applies gradients as they are made: {problem}"
     if settings.dequantize and settings.in_memory:
@@ -148,6 +153,18 @@ def _conflict_of_adapters(settings: Settings) -> str | None:
             "--modules-to-save trains copies of whole modules, which cannot be made of a model in a store: give "
             "--in-memory, or train from Python, with adapters that are added before memascend.offload"
         )
+    return None
+
+
+def _conflict_of_base(settings: Settings) -> str | None:
+    """Return the reason why a quantised base cannot be used with the other options, or None."""
+    for refused, instead in (
+        (not settings.lora_rank, "is of weights that are not trained themselves: give --lora-rank too"),
+        (settings.in_memory, "is of weights on an SSD: leave it out, or --in-memory"),
+        (settings.dtype != COMPUTED_IN, f"computes in {COMPUTED_IN}: leave out --dtype {settings.dtype}"),
+    ):
+        if refused:
+            return instead
     return None
 
 
