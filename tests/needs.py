@@ -29,6 +29,7 @@ NEEDS = {
     "accelerate": "pip install 'memascend[test]'",
     "deepspeed": "pip install 'memascend[test]'",
     "cupy": "pip install 'memascend[test]'",
+    "gguf": "pip install 'memascend[test]'",
     "llamacpp": "pip install 'memascend[test]'",
     "expecttest": "pip install 'memascend[test]'",
     "bitsandbytes": "pip install 'memascend[forms]'",

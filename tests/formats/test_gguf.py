@@ -7,7 +7,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import gguf
 import gguf_models
 import needs
 import numpy as np
@@ -26,6 +25,8 @@ from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entr
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+gguf = needs.package("gguf")
 
 #: Architectures that transformers reads from GGUF unchanged: it does not know the biases of Llama, nor Qwen3's width of
 #: heads.
