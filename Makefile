@@ -221,7 +221,14 @@ $(WHEEL): $(STAMPS)/venv $(SOURCES)
 	$(PIP) "$$(echo dist/memascend-*.whl)[cli]"
 	touch $@
 
-$(STAMPS)/test: $(WHEEL)
+# Third-party packages of the tests, beside the wheel's build.
+$(STAMPS)/packages: $(STAMPS)/venv pyproject.toml
+	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; \
+		print(*p["dependencies"], *extras["test"], *extras["forms"], sep="\n")' > $(STAMPS)/packages.txt
+	$(PIP) -r $(STAMPS)/packages.txt
+	touch $@
+
+$(STAMPS)/test: $(WHEEL) $(STAMPS)/packages
 	$(PIP) "$$(echo dist/memascend-*.whl)[test,forms]"
 	touch $@
 
