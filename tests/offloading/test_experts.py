@@ -274,6 +274,34 @@ def test_other_uses_of_experts_take_them_whole(
     caplog.clear()
 
 
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
+def test_a_mixture_is_saved(offloaded: Callable[..., nn.Module], architecture: str, tmp_path: Path) -> None:
+    """Files of gpt-oss have the experts in one tensor, those of Qwen3-MoE singly."""
+    expected, model = build(architecture), pieces(offloaded, build(architecture))
+    memascend.save_pretrained(model, tmp_path / "saved")
+    saved = type(expected).from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    tiny.assert_same_weights(saved.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: torch.nn.functional.linear(torch.ones(2, weight.shape[-1], dtype=weight.dtype), weight),
+        lambda weight: torch.nn.functional.embedding(torch.tensor([1]), weight),
+    ],
+)
+def test_all_experts_are_no_matrix(
+    offloaded: Callable[..., nn.Module], use: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    # As embedding or head they would give values, and in memory they give an error.
+    with pytest.raises(RuntimeError) as expected:
+        use(build("mixtral").model.layers[0].mlp.experts.down_proj)
+    with pytest.raises(RuntimeError) as error:
+        use(pieces(offloaded, build("mixtral")).model.layers[0].mlp.experts.down_proj)
+    assert str(error.value) == str(expected.value)
+    caplog.clear()
+
+
 def test_weights_that_change_before_the_backward_pass_are_refused(offloaded: Callable[..., nn.Module]) -> None:
     model = adapt(pieces(offloaded, build("qwen3_moe"), recompute=False))
     loss = model(**batch(1)).loss

@@ -186,7 +186,8 @@ def write_safetensors(
 ) -> None:
     """Write a file with `entries` in its header, and the data of `tensors`, which come in any order.
 
-    A tensor may come as a generator of its rows, in order: some rows at a time.
+    A tensor may come as a generator of its rows, in order: some rows at a time. The rows of a tensor of three
+    dimensions are those of its matrices.
 
     The file appears under its name only when it is complete and on the medium.
     """
@@ -212,19 +213,19 @@ def write_safetensors(
             unwritten = set(entries)
             for name, tensor in tensors:
                 dtype, shape = entries[name]
-                position, rows = 8 + len(text) + offsets[name], 0
+                position, elements = 8 + len(text) + offsets[name], 0
                 # After an error its traceback holds the generator, which must not hold its target.
                 with nullcontext([tensor]) if isinstance(tensor, torch.Tensor) else closing(tensor) as parts:
                     for part in parts:
-                        assert part.dtype == dtype and tuple(part.shape[1:]) == tuple(shape[1:]), name
+                        assert part.dtype == dtype and part.shape[1:][-1:] == shape[1:][-1:], name
                         flat = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                         with flat.numpy().data as view:
                             del flat
                             _write(fd, view, position)
                         position += part.nbytes
-                        rows += len(part) if shape else 1
+                        elements += part.numel()
                         del part  # a view of a buffer that the next tensor may need
-                assert rows == (shape[0] if shape else 1), name
+                assert elements == math.prod(shape), name
                 unwritten.remove(name)
                 del tensor, parts
             assert not unwritten, f"never written: {sorted(unwritten)}"

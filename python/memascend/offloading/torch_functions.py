@@ -116,9 +116,10 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 def _table_of(weight: torch.Tensor) -> tuple[Any, Place] | None:
     """Return session and place of a parameter that is a table on the store, and not in memory as a whole."""
     located = place_of(weight) if isinstance(weight, OffloadedParameter) else None
-    if located is None or not located[1].tensor.unit.is_table or located[0].closed:
+    if located is None or located[0].closed:
         return None
-    return located
+    unit = located[1].tensor.unit
+    return located if unit.is_table and not unit.is_experts else None
 
 
 def _find_table(weight: torch.Tensor) -> Table | None:

@@ -44,7 +44,7 @@ class OffloadedTable:
         if self._reads.is_streamed(place.tensor.unit):
             yield from self._read_blocks()
             return
-        values = place.view(self._streamer.read(place.tensor.unit))
+        values = place.view(self._streamer.read(place.tensor.unit)).view(self.rows, self.width)
         for first, count in place.blocks:
             yield first, values[first : first + count]
 
