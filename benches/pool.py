@@ -34,8 +34,10 @@ import memascend
 from memascend.forecast import zero_infinity
 from memascend.layout.units import PAGE_BYTES, absent_like, partition, round_up
 from memascend.offloading import activations
+from memascend.offloading.computing import Computing
 from memascend.offloading.hooks import Hooks
 from memascend.offloading.session import Session
+from memascend.options import OffloadOptions
 from memascend.plan.host import make_plan, smallest_plan
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -264,19 +266,12 @@ class Replay:
     """Runs a record against the tensors of `model`, on the real runtime over an engine that moves nothing."""
 
     def __init__(self, model, plan, units, store: Path, activation_scale: float) -> None:
-        options = {"engine": "null", "direct": False, "allocator": "pageable"}
-        self.model, self.plan, self.activation_scale = model, plan, activation_scale
-        self.state = Session(
-            model,
-            units,
-            plan,
-            str(store),
-            recompute=True,
-            keep_store=False,
-            durability="none",
-            source={},
-            options=options,
+        tuning = {"engine": "null", "direct": False, "allocator": "pageable"}
+        options = OffloadOptions(
+            store=str(store), host_memory=plan.budget, keep_store=False, durability="none", tuning=tuning
         )
+        self.model, self.plan, self.activation_scale = model, plan, activation_scale
+        self.state = Session(model, units, plan, Computing.of(options), source={})
         Hooks(self.state).attach()
         self.optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
         self.units = {unit.name: unit for unit in units}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ EXPECTED: dict[Event, list[Phase | None]] = {
     Event.START: [None, None, None, None, None, COMMITTING, None],
     Event.FINISH: [None, None, None, None, None, None, IDLE],
     Event.FAIL: [None, None, None, None, None, None, DUE],
-    Event.REFUSE: [None, None, None, None, None, IDLE, None],
+    Event.REFUSE: [None, None, None, None, None, WRITTEN, None],
 }
 
 
@@ -123,8 +124,8 @@ def test_what_happens_during_a_commit_says_what_follows_it(
     assert phases.record is None and phases.commit is None
 
 
-@pytest.mark.parametrize(("partial", "loads", "following"), [(True, False, IDLE), (False, True, OWED)])
-def test_a_refused_record_leaves_only_what_was_loaded_since(partial: bool, loads: bool, following: Phase) -> None:
+@pytest.mark.parametrize(("partial", "loads", "following"), [(True, False, WRITTEN), (False, True, OWED)])
+def test_a_refused_record_leaves_an_unsaved_state(partial: bool, loads: bool, following: Phase) -> None:
     phases = CommitPhases()
     phases.due("too large", partial=partial)
     if loads:
@@ -182,8 +183,8 @@ def test_a_run_goes_round_the_phases(tmp_path: Path) -> None:
 class Failing:
     """A runtime whose first commit fails once it is waited for."""
 
-    def __init__(self, runtime: Any) -> None:
-        self._runtime, self._fails = runtime, True
+    def __init__(self, runtime: Any, number: int | None = None) -> None:
+        self._runtime, self._fails, self._number = runtime, True, number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
@@ -191,18 +192,18 @@ class Failing:
     def commit(self, record: str, tickets: list[Any]) -> Any:
         commit = self._runtime.commit(record, tickets)
         fails, self._fails = self._fails, False
-        return FailedCommit(commit) if fails else commit
+        return FailedCommit(commit, self._number) if fails else commit
 
 
 class FailedCommit:
     """A commit that is reported as failed."""
 
-    def __init__(self, commit: Any) -> None:
-        self._commit = commit
+    def __init__(self, commit: Any, number: int | None) -> None:
+        self._commit, self._number = commit, number
 
     def wait(self) -> None:
         self._commit.wait()
-        raise memascend.StoreError(None, "the drive has failed")
+        raise memascend.StoreError(self._number, "the commit has failed")
 
 
 def test_a_commit_before_the_scheduler_is_made_good_after_a_second_try_too(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_commit_before_the_scheduler_is_made_good_after_a_second_try_too(tmp_p
 
     def at(_step: int, moment: str) -> None:
         if moment == "step":
-            with pytest.raises(memascend.StoreError, match="has failed"):
+            with pytest.raises(memascend.StoreError, match="the commit has failed"):
                 memascend.flush(model)
             seen.append(generations._phases.phase)
             memascend.flush(model)
@@ -222,5 +223,28 @@ def test_a_commit_before_the_scheduler_is_made_good_after_a_second_try_too(tmp_p
     try:
         Run(model, "plain", at=at).go(1)
         assert seen == [DUE, PARTIAL]
+    finally:
+        memascend.close(model)
+
+
+@pytest.mark.parametrize("change", ["write", "load"])
+def test_a_state_whose_record_was_refused_is_committed_by_the_next_flush(tmp_path: Path, change: str) -> None:
+    model = memascend.offload(build("plain"), store=tmp_path / "s", host_memory="64MiB", **LEAST)
+    generations = memascend.offload_of(model).generations
+    try:
+        run = Run(model, "plain").go(1)
+        model(**tiny.batch("plain", 2))
+        memascend.flush(model)
+        if change == "write":
+            with torch.no_grad():
+                next(iter(model.parameters())).add_(1)
+        else:
+            run.optimizer.load_state_dict(run.optimizer.state_dict())
+        generations._runtime = Failing(generations._runtime, errno.EFBIG)  # type: ignore[assignment]
+        with pytest.raises(memascend.StoreError, match="the commit has failed"):
+            memascend.flush(model)
+        refused = memascend.stats(model)["generation"]
+        memascend.flush(model)
+        assert memascend.stats(model)["generation"] == refused + 1
     finally:
         memascend.close(model)

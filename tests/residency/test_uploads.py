@@ -79,3 +79,13 @@ def test_a_copy_that_has_ended_and_one_beyond_the_budget_free_no_buffer(uploads:
     uploads.note(unit, [], arrived)
     uploads.note_dropped(unit, size)
     assert not uploads.are_returning(SIZE) and not uploads._returning[SIZE]
+
+
+def test_copies_that_have_ended_are_forgotten_though_no_unit_lacks_a_buffer(uploads: Uploads) -> None:
+    (first, second), _ = events(2)
+    unit: Any = "unit"
+    for arrived in (first, second):
+        uploads.note(unit, [], arrived)
+        uploads.note_dropped(unit, SIZE)
+        arrived.done = True
+    assert len(uploads._returning[SIZE]) == 1

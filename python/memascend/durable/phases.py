@@ -22,7 +22,8 @@ class Phase(Enum):
 
     #: Nothing has changed since the last record, or nothing was recorded and no step was taken.
     IDLE = auto()
-    #: The program has written to weights. The next recorded step, or `flush`, commits them.
+    #: The program has written to weights, or the last record was refused. The next recorded step, or `flush`, commits
+    #: the run's state.
     WRITTEN = auto()
     #: A step was taken. The next pass records it if the step is to be durable.
     STEPPED = auto()
@@ -64,7 +65,7 @@ class Event(Enum):
 _SETTLED = (Phase.IDLE, Phase.WRITTEN, Phase.STEPPED, Phase.PARTIAL, Phase.OWED)
 
 #: The phase that follows each phase at each event. An event without an entry is an error. FINISH and REFUSE lead to
-#: another phase than IDLE where something has happened since the record was made.
+#: another phase than here where something has happened since the record was made.
 TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
     Event.WRITE: {
         Phase.IDLE: Phase.WRITTEN,
@@ -92,7 +93,8 @@ TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
     Event.START: {Phase.DUE: Phase.COMMITTING},
     Event.FINISH: {Phase.COMMITTING: Phase.IDLE},
     Event.FAIL: {Phase.COMMITTING: Phase.DUE},
-    Event.REFUSE: {Phase.DUE: Phase.IDLE},
+    # The run keeps a state that no record has: `flush` tries again, a pass by itself does not.
+    Event.REFUSE: {Phase.DUE: Phase.WRITTEN},
 }
 
 
@@ -172,7 +174,7 @@ class CommitPhases:
         self._state = self._state._replace(phase=self._following(Event.FAIL), commit=None)
 
     def refuse(self) -> None:
-        """Give up a record that no commit can take. States that were loaded since still need a record."""
+        """Give up a record that no commit can take. The state that it described is still unsaved."""
         following = self._following(Event.REFUSE)
         self._state = _State(Phase.OWED if self._state.after is Phase.OWED else following)
 

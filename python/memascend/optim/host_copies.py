@@ -63,8 +63,15 @@ class HostCopies:
         for; what writes them to their device has to be enqueued in its current stream by then.
         """
         detached = [[tensor.detach() for tensor in item] for item in items]
-        for group in _grouped(detached):
+        groups = list(_grouped(detached))
+        self._reserve(max((size for group in groups if (size := _size(group)) <= PIECE_BYTES), default=0))
+        before: Sequence[Sequence[torch.Tensor]] = ()
+        for group in groups:
+            if len(_devices(before) | _devices(group)) > 1:
+                # A stream orders the next copies into the piece after its own copies out of it alone.
+                _finish(before)
             yield self._down(group)
+            before = group
         _finish(detached)
 
     def stats(self, gradients: Sequence[torch.Tensor]) -> list[tuple[float, bool]]:
@@ -87,13 +94,15 @@ class HostCopies:
         in_piece = tensor.untyped_storage().data_ptr() == self._piece.untyped_storage().data_ptr()
         return tensor.clone() if in_piece else tensor
 
-    def _down(self, group: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        needed = sum(map(_taken, group))
-        if needed > PIECE_BYTES:
-            return [[tensor.cpu().contiguous() for tensor in item] for item in group]
-        if needed > self._piece.numel():
+    def _reserve(self, nbytes: int) -> None:
+        """Have a piece of so many bytes, before anything is copied."""
+        if nbytes > self._piece.numel():
             self._piece = torch.empty(0, dtype=torch.uint8)  # Free before the larger one is there.
-            self._piece = _locked(needed)
+            self._piece = _locked(nbytes)
+
+    def _down(self, group: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        if _size(group) > PIECE_BYTES:
+            return [[tensor.cpu().contiguous() for tensor in item] for item in group]
         offset = 0
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +138,11 @@ def _taken(item: Sequence[torch.Tensor]) -> int:
     return sum(round_up(tensor.nbytes, ALIGNED_BYTES) for tensor in item if tensor.device.type != "cpu")
 
 
+def _size(group: Sequence[Sequence[torch.Tensor]]) -> int:
+    """Return the bytes of the piece that a group takes."""
+    return sum(map(_taken, group))
+
+
 def _grouped(items: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[Sequence[torch.Tensor]]]:
     """Yield groups of items that fit into the piece; one that does not fit is alone."""
     begin = taken = 0
@@ -141,9 +155,13 @@ def _grouped(items: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[Seque
         yield items[begin:]
 
 
+def _devices(items: Sequence[Sequence[torch.Tensor]]) -> set[torch.device]:
+    return {tensor.device for item in items for tensor in item if tensor.device.type != "cpu"}
+
+
 def _finish(items: Sequence[Sequence[torch.Tensor]]) -> None:
     """Wait until what was enqueued on the devices of these tensors has ended."""
-    for device in {tensor.device for item in items for tensor in item if tensor.device.type != "cpu"}:
+    for device in _devices(items):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         event.synchronize()

@@ -61,12 +61,15 @@ class Uploads:
         """Record that a unit has left its buffer of `size` bytes; None is a buffer beyond the budget."""
         upload = self._latest.pop(unit, None)
         if size is not None and upload is not None and not upload.arrived.is_done():
-            self._returning[size].append(upload)
+            self._return(size, upload)
 
     def note_returning(self, size: int, after: Sequence[CudaEvent], arrived: CudaEvent) -> None:
         """Record a copy out of a buffer of `size` bytes that only the copy holds."""
-        self.are_returning(size)  # Forgets those that have ended.
-        self._returning[size].append(_Upload(list(after), arrived))
+        self._return(size, _Upload(list(after), arrived))
+
+    def _return(self, size: int, upload: _Upload) -> None:
+        self.are_returning(size)  # Forgets those that have ended: where buffers are always free, nothing else would.
+        self._returning[size].append(upload)
 
     def are_returning(self, size: int) -> bool:
         """Return whether a copy under way will free a buffer of `size` bytes."""
