@@ -29,6 +29,7 @@ APART: dict[str, dict[str, Any]] = {
 TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2}, "a state that passes"),
     "bloom": ({"vocab_size": 128, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "no boundaries from position ids"),
+    "minimax": (WIDTHS | {"num_local_experts": 4}, "a state that passes"),
     "lfm2": (WIDTHS | {"layer_types": ["conv", "full_attention"]}, "convolutions over tokens"),
 }
 FIRST, SECOND = 5, 9

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NAME = "find_packed_sequence_indices"
+#: Types of layers that have a state. MiniMax has them without saying so of its class.
+_WITH_STATES = {"linear_attention", "hybrid", "hybrid_sliding"}
 
 
 @dataclass
@@ -56,4 +58,7 @@ def assumed(positions: torch.Tensor | None) -> Iterator[Asked]:
 
 def is_stateful(model: Any) -> bool:
     """Return whether a model of transformers passes a state from token to token, as Mamba does."""
-    return any(getattr(module, "_is_stateful", False) for module in model.modules())
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return not _WITH_STATES.isdisjoint(types) or any(
+        getattr(module, "_is_stateful", False) for module in model.modules()
+    )
