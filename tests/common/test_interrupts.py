@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from memascend.common import interrupts
-from memascend.common.interrupts import SIGNALS, Interrupts, uninterrupted
+from memascend.common.interrupts import AGAIN_SECONDS, SIGNALS, Interrupts, uninterrupted
 from memascend.errors import Abandoned
 
 
@@ -54,6 +55,36 @@ def test_a_signal_in_a_finalizer_is_not_lost() -> None:
         assert [type(one.exc_value) for one in reported] == [ZeroDivisionError]
         Finalized(lambda: 1 // 0)
         assert len(reported) == 2, "the hook was put back"
+
+
+def test_two_signals_in_a_finalizer_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = threading.Timer
+
+    def interrupted(*args: Any) -> threading.Timer:
+        monkeypatch.setattr(threading, "Timer", timer)
+        signal.raise_signal(signal.SIGTERM)
+        return timer(*args)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(threading, "Timer", interrupted)
+    with Interrupts(), pytest.raises(Abandoned):
+        Finalized(lambda: signal.raise_signal(signal.SIGINT))
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def test_a_signal_in_a_finalizer_is_not_sent_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    late: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: late.append(number))
+    try:
+        with Interrupts():
+            Finalized(lambda: signal.raise_signal(signal.SIGTERM))
+        time.sleep(4 * AGAIN_SECONDS)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not late
 
 
 def test_nohup_is_respected() -> None:

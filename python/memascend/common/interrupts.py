@@ -121,6 +121,7 @@ class Interrupts:
         self.closing = False  # while it cleans up, signals are ignored
         self._previous: dict[int, Any] = {}
         self._hook: Any = None
+        self._again: threading.Timer | None = None
 
     def __enter__(self) -> Interrupts:
         """Replace the handlers, in the main thread only: Python allows it in no other."""
@@ -137,6 +138,7 @@ class Interrupts:
             signal.signal(number, handler)
         if self._hook is not None:
             sys.unraisablehook = self._hook
+        self._forget()  # It asks to end what has ended: other handlers would end the process.
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -164,9 +166,15 @@ class Interrupts:
             self._hook(unraisable)
             return
         main, number = threading.main_thread().ident, unraisable.exc_value.signal_number
-        timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, number))
-        timer.daemon = True
-        timer.start()
+        with uninterrupted():  # The exception of another signal would be dropped here, with this one.
+            self._forget()
+            self._again = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, number))
+            self._again.daemon = True
+            self._again.start()
+
+    def _forget(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
 
 
 def _leave_closed_terminal() -> None:

@@ -45,15 +45,18 @@ def _timed(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _stop)
+    is_over = False
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        if not is_over:  # One that strikes below would leave the timer, which goes on.
+            raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
     # Again and again: Python drops the exception of a handler that strikes in a finalizer.
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
+        is_over = True
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)  # An outer timer goes on a little late.
         signal.signal(signal.SIGALRM, before)
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise TooSlow
