@@ -47,6 +47,14 @@ def test_zeros_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, args: tuple, 
         assert made.detach().sum() == expected.numel()
 
 
+def test_zeros_that_are_read_take_no_memory() -> None:
+    with UntouchedZeros():
+        made = torch.zeros(64 << 20, dtype=torch.uint8)
+    before = resident_bytes()
+    assert not made[::4096].any()
+    assert resident_bytes() - before < 32 << 20
+
+
 def test_an_empty_llama4_takes_no_memory_of_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Llama4TextConfig(
         vocab_size=256,

@@ -32,7 +32,9 @@ class UntouchedZeros(TorchFunctionMode):
         if func is torch.zeros and options.keys() <= _OPTIONS and self._is_on_cpu(options.get("device")):
             shown = torch.empty(*args, **options | {"device": "meta"})
             if shown.nbytes >= UNTOUCHED_FROM_BYTES:
-                fresh = torch.frombuffer(mmap.mmap(-1, shown.nbytes), dtype=torch.uint8)
+                # Private: shared memory would be taken for reads, too, and be shared with children.
+                memory = mmap.mmap(-1, shown.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                fresh = torch.frombuffer(memory, dtype=torch.uint8)
                 return fresh.view(shown.dtype).view(shown.shape).requires_grad_(shown.requires_grad)
         return func(*args, **options)
 
