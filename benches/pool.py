@@ -168,7 +168,7 @@ class Recorder:
         def recomputed(recomputation):
             recompute(recomputation)
             # The views of weights among the saved values keep the unit's buffer after the unit was left.
-            for value in recomputation.values.values():
+            for value, _ in recomputation.values.values():
                 unit = streamer.by_address.get(value.untyped_storage().data_ptr())
                 if unit is not None and streamer.residencies[unit].storage is not None:
                     token = self.new_token()
@@ -192,6 +192,11 @@ def build(config: dict, device: str):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).train()
 
 
+def units_of(model) -> list:
+    """Return the model's units, with every table whole: ZeRO-Infinity's pool holds it so, too."""
+    return partition(model, fused_loss=None)
+
+
 def smallest_budget(units) -> int:
     return smallest_plan(units).total
 
@@ -202,10 +207,10 @@ def record(config: dict, steps: int, workdir: Path) -> tuple[Recorder, dict]:
     narrow = config | {key: value for key, value in NARROW.items() if key in kept}
     model = build(narrow, "cpu")
     hidden = narrow.get("hidden_size") or narrow["n_embd"]
-    budget = smallest_budget(partition(model))
+    budget = smallest_budget(units_of(model))
     recorder = Recorder()
     with tempfile.TemporaryDirectory(dir=workdir) as store:
-        memascend.offload(model, store=store, host_memory=budget, allocator="pageable")
+        memascend.offload(model, store=store, host_memory=budget, fused_loss=False, allocator="pageable")
         state = model._memascend
         optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
         tokens = torch.randint(0, narrow["vocab_size"], (1, RECORDED_TOKENS))
@@ -268,7 +273,12 @@ class Replay:
     def __init__(self, model, plan, units, store: Path, activation_scale: float) -> None:
         tuning = {"engine": "null", "direct": False, "allocator": "pageable"}
         options = OffloadOptions(
-            store=str(store), host_memory=plan.budget, keep_store=False, durability="none", tuning=tuning
+            store=str(store),
+            host_memory=plan.budget,
+            fused_loss=False,
+            keep_store=False,
+            durability="none",
+            tuning=tuning,
         )
         self.model, self.plan, self.activation_scale = model, plan, activation_scale
         self.state = Session(model, units, plan, Computing.of(options), source={})
@@ -325,7 +335,7 @@ class Replay:
             nbytes = int(args[1] * self.activation_scale)
             if self.activation.nbytes < nbytes:
                 self.activation = zeros(nbytes)
-            held[args[0]] = self.state.runtime.stash(self.activation.data_ptr(), nbytes)
+            held[args[0]] = self.state.runtime.stash(self.activation.data_ptr(), nbytes, False)
         elif kind == "restore":
             held[args[0]].restore(self.activation.data_ptr())
         elif kind == "release":
@@ -370,7 +380,7 @@ class Replay:
 
 def replay(events, config: dict, budget: int, scale: float, workdir: Path) -> dict:
     model = stand_in(config)
-    units = partition(model)
+    units = units_of(model)
     plan = make_plan(units, budget)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=workdir) as store:
@@ -402,7 +412,7 @@ def by_consumer(plan, classes) -> list[dict]:
     """Name the size classes of the pools after the plan's lines that they serve."""
     named: list[dict] = []
     found = iter(classes)
-    for lines in (plan.units, plan.packs, [plan.staging, plan.kept], [plan.slots]):
+    for lines in (plan.buffers, plan.packs, [plan.staging, plan.kept], [plan.slots], [plan.states]):
         sizes: dict[int, list[str]] = {}
         for line in lines:
             if line.count:
@@ -434,7 +444,7 @@ def rounding(sizes: list[int], threshold: float) -> float:
 
 
 def census(config: dict) -> dict:
-    units = partition(stand_in(config))
+    units = units_of(stand_in(config))
     places = [place for unit in units for place in unit.places]
     alone = [place.nbytes for place in places if place.nbytes > ALONE_BYTES]
     largest = max(places, key=lambda place: place.numel)

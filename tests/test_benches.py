@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHES))
 
 import _gpu_child  # noqa: E402
 import _gpu_tables  # noqa: E402
+import pool  # noqa: E402
 import ranks  # noqa: E402
 import timeline  # noqa: E402
 from device import cufile  # noqa: E402
@@ -246,3 +247,14 @@ def test_a_step_is_divided_by_what_was_in_flight_and_its_gaps_are_named() -> Non
     assert sum(drawn["lanes"]["flush"]) == pytest.approx(timeline.BINS / 50, rel=0.01)
     picture = timeline.drawing([{"budget": "<least>", **told, "plot": drawn}])
     assert picture.startswith("<svg") and "&lt;least&gt;" in picture
+
+
+def test_a_replay_of_the_pool_fetches_and_holds_as_much_as_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMASCEND_NULL_ENGINE", "1")
+    config = json.loads((BENCHES / "configs" / "gpt2-xl.json").read_text()) | {"n_layer": 2}
+    recorder, facts = pool.record(config, 2, tmp_path)
+    same = pool.replay(recorder.events, facts["narrow"], facts["budget"], 1.0, tmp_path)
+    assert same["fetches"] == facts["fetches"] and same["live_bytes_at_peak"] == facts["peak"]
+    assert {line["consumer"] for line in same["consumers"]} >= {"weights of transformer.wte", "update pipeline"}
