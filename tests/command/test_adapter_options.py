@@ -138,6 +138,18 @@ def test_what_does_not_go_together_is_said(
     assert problem in capfd.readouterr().err
 
 
+def test_adapters_of_embeddings_go_on_over_weights_that_are_only_read(
+    model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT's files have such embeddings whole, which a checkpoint would write to the model."""
+    room = model_dir.parent
+    run(words(model_dir, "first", "--lora-targets", "embed_tokens", "lm_head"), capfd)
+    first = results(room / "first")[1]
+    assert first and all("lora" in name for name in first)
+    run(words(model_dir, "out", "--adapter", str(room / "first"), lora_rank=None), capfd)
+    assert results(room / "out")[1].keys() == first.keys()
+
+
 def remade(adapters: Path, **changed: Any) -> Path:
     """Have the configuration of adapters say something else."""
     path = adapters / "adapter_config.json"

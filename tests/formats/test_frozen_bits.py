@@ -191,13 +191,14 @@ def test_weights_of_many_pieces_take_turns_among_drives(
     assert {file.bytes_read > 0 for file in offload_of(ours).files} == {True} and len(offload_of(ours).files) == 2
 
 
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fdatasync"])
 def test_a_drive_without_room_is_named(
-    tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(fd: int, view: memoryview, position: int) -> int:
+    def no_room(fd: int, *_: object) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(beside.os, "pwrite", no_room)
+    monkeypatch.setattr(beside.os, call, no_room)
     with pytest.raises(OSError, match=r"No space left on device.*store0"):
         opened(models.llama(), 4)
     assert not _unnamed(tmp_path)
@@ -238,6 +239,13 @@ def test_adapters_are_those_over_the_quantised_model_in_memory(
     written = models.load_file(tmp_path / "out" / models.WEIGHTS)
     wanted = {name.replace(".base_layer", ""): value for name, value in theirs.named_parameters() if "lora" not in name}
     assert written.keys() == wanted.keys() and all(torch.equal(written[name], wanted[name]) for name in wanted)
+
+
+def test_weights_that_are_quantised_do_not_train_later(opened: Callable[..., nn.Module]) -> None:
+    layer = opened(models.llama(), 4).model.layers[0].requires_grad_(True)
+    for weights in (layer.mlp.parameters(), layer.input_layernorm.parameters()):
+        with pytest.raises(MemascendError, match=r"lies beside the store as it was quantised.*leave frozen_bits out"):
+            memascend.AdamW(weights)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -52,8 +53,12 @@ def add_adapters(model: nn.Module, adapters: Adapters, model_dir: Path) -> Any:
     """
     model.name_or_path = str(model_dir.resolve())  # type: ignore[assignment]
     if adapters.directory is None:
-        return _adapted(model, adapters)
-    return load_adapters(model.requires_grad_(False), adapters.directory, trained=True)
+        adapted = _adapted(model, adapters)
+    else:
+        adapted = load_adapters(model.requires_grad_(False), adapters.directory, trained=True)
+    # PEFT would save embeddings that have adapters whole, and write them back from a checkpoint: they stay as they are.
+    adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
+    return adapted
 
 
 def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
