@@ -150,6 +150,15 @@ def test_adapters_of_embeddings_go_on_over_weights_that_are_only_read(
     assert results(room / "out")[1].keys() == first.keys()
 
 
+def test_what_peft_does_not_make_for_experts_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "moe"
+    tiny.build("qwen3_moe", torch.bfloat16).save_pretrained(directory)
+    plan = ["plan", str(directory), "--seq-len", "32", "--lora-rank", "4"]
+    run([*plan, "--lora-targets", "q_proj", "gate_proj", "up_proj"], capfd)  # of experts that are fused
+    assert main.main([*plan, "--dora"]) == main.BAD_INPUT
+    assert "PEFT does not make such adapters for this model: lora.ParamWrapper" in capfd.readouterr().err
+
+
 def remade(adapters: Path, **changed: Any) -> Path:
     """Have the configuration of adapters say something else."""
     path = adapters / "adapter_config.json"

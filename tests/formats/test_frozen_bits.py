@@ -259,7 +259,7 @@ def test_weights_that_are_quantised_do_not_train_later(opened: Callable[..., nn.
         ({"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8"),
         ({"keep_store": True}, "leave out durability and keep_store, or frozen_bits"),
         ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
-        ({"dtype": "float32"}, "no linear weights in bfloat16 in repeated layers.*: give dtype='bfloat16'"),
+        ({"dtype": "float32"}, r"no such weights in bfloat16 \(model\.layers.*: give dtype='bfloat16'"),
         ({"experts": "pieces"}, "cannot be had yet with experts='pieces': leave one of them out"),
         ({"store": "UUID=1234-5678"}, "UUID=1234-5678 is a raw block device: give a directory as store"),
     ],

@@ -103,16 +103,17 @@ def _check_names(flag: str, names: Sequence[str], paths: Sequence[str]) -> None:
             raise DataError(f"{flag} {name!r}: no module of the model has that name")
 
 
-def _refused(adapters: Adapters, error: Exception) -> Exception:
-    """Return the error of modules that PEFT does not take."""
-    if adapters.modules_to_save and (isinstance(error, TypeError) or not adapters.targets):
-        return DataError(f"--modules-to-save {' '.join(adapters.modules_to_save)}: {first_line(error)}")
-    if adapters.targets:
+def _refused(adapters: Adapters, error: Exception) -> DataError:
+    """Return the error of adapters that PEFT does not make."""
+    told = first_line(error)
+    if adapters.targets and told.startswith("Target module "):
         return DataError(
             f"--lora-targets {' '.join(adapters.targets)}: PEFT adds adapters to linear layers and embeddings alone: "
             "give the names of such modules (q_proj)"
         )
-    return error
+    if adapters.modules_to_save and (isinstance(error, TypeError) or not adapters.targets):
+        return DataError(f"--modules-to-save {' '.join(adapters.modules_to_save)}: {told}")
+    return DataError(f"PEFT does not make such adapters for this model: {told}")
 
 
 def experts_without(model: nn.Module) -> list[str]:
