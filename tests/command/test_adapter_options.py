@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -14,6 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from memascend.command import main
+from memascend.command.changes import find_changes
+from memascend.command.settings import Settings
+from memascend.errors import DataError
 from memascend.forecast import forecast
 
 if TYPE_CHECKING:
@@ -85,7 +90,7 @@ def test_copies_of_modules_are_trained_in_memory(model_dir: Path, capfd: pytest.
     assert any("lm_head" in name for name in results(model_dir.parent / "out")[1])
     unknown = words(model_dir, "other", "--modules-to-save", "nothing")
     assert main.main(in_memory(unknown)) == main.BAD_INPUT
-    assert "--modules-to-save nothing: no module of the model has that name" in capfd.readouterr().err
+    assert "--modules-to-save 'nothing': no module of the model has that name" in capfd.readouterr().err
 
 
 def test_adapters_are_trained_further_and_merged(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,16 +122,91 @@ def test_adapters_are_trained_further_and_merged(model_dir: Path, capfd: pytest.
     ("options", "problem"),
     [
         (["--dora"], "--dora is of adapters: give --lora-rank too"),
-        (["--lora-rank", "4", "--lora-targets", "nothing"], "--lora-targets nothing: Target modules"),
+        (["--lora-rank", "4", "--lora-targets", "q_proj", "nothing"], "--lora-targets 'nothing': no module of"),
+        (["--lora-rank", "4", "--lora-targets", ".*q_proj"], "--lora-targets '.*q_proj': no module of"),
+        (["--lora-rank", "4", "--lora-targets", "self_attn"], "--lora-targets self_attn: PEFT adds adapters to linear"),
+        (["--lora-rank", "4", "--modules-to-save", "layers", "--in-memory"], "--modules-to-save layers: No modules"),
+        (["--lora-rank", "4", "--modules-to-save", "", "--in-memory"], "--modules-to-save '': no module of"),
         (["--adapter", "{model}"], "holds no adapters of LoRA: give a directory that PEFT wrote"),
     ],
 )
 def test_what_does_not_go_together_is_said(
     model_dir: Path, capfd: pytest.CaptureFixture[str], options: list[str], problem: str
 ) -> None:
-    given = [word.replace("{model}", str(model_dir)) for word in options]
-    assert main.main(words(model_dir, "out", *given, lora_rank=None)) == main.BAD_INPUT
+    given = words(model_dir, "out", *(word.replace("{model}", str(model_dir)) for word in options), lora_rank=None)
+    assert main.main(in_memory(given[:-1]) if given[-1] == "--in-memory" else given) == main.BAD_INPUT
     assert problem in capfd.readouterr().err
+
+
+def test_adapters_of_embeddings_go_on_over_weights_that_are_only_read(
+    model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT's files have such embeddings whole, which a checkpoint would write to the model."""
+    room = model_dir.parent
+    run(words(model_dir, "first", "--lora-targets", "embed_tokens", "lm_head"), capfd)
+    first = results(room / "first")[1]
+    assert first and all("lora" in name for name in first)
+    run(words(model_dir, "out", "--adapter", str(room / "first"), lora_rank=None), capfd)
+    assert results(room / "out")[1].keys() == first.keys()
+
+
+def test_what_peft_does_not_make_for_experts_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "moe"
+    tiny.build("qwen3_moe", torch.bfloat16).save_pretrained(directory)
+    plan = ["plan", str(directory), "--seq-len", "32", "--lora-rank", "4"]
+    run([*plan, "--lora-targets", "q_proj", "gate_proj", "up_proj"], capfd)  # of experts that are fused
+    assert main.main([*plan, "--dora"]) == main.BAD_INPUT
+    assert "PEFT does not make such adapters for this model: lora.ParamWrapper" in capfd.readouterr().err
+
+
+def remade(adapters: Path, **changed: Any) -> Path:
+    """Have the configuration of adapters say something else."""
+    path = adapters / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return adapters
+
+
+def test_adapters_that_do_not_fit_are_refused(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+
+    def copy(name: str) -> Path:
+        return shutil.copytree(room / "first", room / name)
+
+    run(in_memory(words(model_dir, "first", "--lora-targets", "q_proj", "v_proj")), capfd)
+    run(in_memory(words(model_dir, "copies", "--modules-to-save", "lm_head")), capfd)
+    (copy("damaged") / "adapter_model.safetensors").write_bytes(b"none")
+    (copy("empty") / "adapter_model.safetensors").unlink()
+    quantised = shutil.copytree(model_dir, room / "quantised")
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(config))
+    for adapters, told in (
+        (remade(copy("fewer"), target_modules=["q_proj"]), "which adapter_config.json has no place for"),
+        (remade(copy("more"), target_modules=["q_proj", "v_proj", "o_proj"]), "their file has no base_model"),
+        (remade(copy("foreign"), target_modules=["c_attn"]), "do not fit the model: Target modules"),
+        (remade(copy("larger"), r=8), "do not fit the model: size mismatch for"),
+        (room / "damaged", "holds weights that cannot be read"),
+        (room / "empty", "holds no weights of adapters"),
+        (room / "copies", "holds copies of whole modules (lm_head)"),
+    ):
+        merge = ["merge", str(adapters), "--out", str(room / "merged")]
+        for given in (words(model_dir, "out", "--adapter", str(adapters), lora_rank=None), merge):
+            assert main.main(given) == main.BAD_INPUT
+            assert told in capfd.readouterr().err
+    remade(room / "first", base_model_name_or_path=str(quantised))
+    assert main.main(["merge", str(room / "first"), "--out", str(room / "merged")]) == main.BAD_INPUT
+    assert "whose weights are quantised" in capfd.readouterr().err
+    assert not (room / "merged").exists() and not (room / "out").exists()
+
+
+def test_runs_from_before_the_options_had_none(tmp_path: Path) -> None:
+    settings = Settings(model_dir=tmp_path, data=[tmp_path], out=tmp_path / "out", lora_rank=4)
+    options = ("lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "modules_to_save", "adapter")
+    before = {name: value for name, value in settings.decisive.items() if name not in options}
+    assert find_changes(before, settings) == {}
+    for changed in ({"dora": True}, {"lora_alpha": 3}, {"lora_targets": ["q_proj"]}, {"adapter": tmp_path}):
+        with pytest.raises(DataError, match="needs the same"):
+            find_changes(before, replace(settings, **changed))
 
 
 def test_plans_count_the_adapters_described(

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from commands import command, in_memory, words_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from memascend.command import adapters, main
 
@@ -95,3 +95,13 @@ def test_a_plan_has_the_bytes_of_quantised_weights(model_dir: Path, capfd: pytes
     ):
         assert main.main(["plan", str(model_dir), "--seq-len", "32", *flags]) == main.BAD_INPUT
         assert told in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # by PEFT
+def test_layers_without_linear_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """GPT-2's are of transformers' Conv1D."""
+    config = GPT2Config(vocab_size=258, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    plan = ["plan", str(tmp_path / "gpt2"), "--seq-len", "32", "--lora-rank", "4", "--base-bits", "4"]
+    assert main.main(plan) == main.BAD_INPUT
+    assert "GPT2LMHeadModel has no linear weights in repeated layers" in capfd.readouterr().err

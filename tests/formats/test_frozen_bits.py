@@ -191,13 +191,14 @@ def test_weights_of_many_pieces_take_turns_among_drives(
     assert {file.bytes_read > 0 for file in offload_of(ours).files} == {True} and len(offload_of(ours).files) == 2
 
 
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fdatasync"])
 def test_a_drive_without_room_is_named(
-    tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(fd: int, view: memoryview, position: int) -> int:
+    def no_room(fd: int, *_: object) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(beside.os, "pwrite", no_room)
+    monkeypatch.setattr(beside.os, call, no_room)
     with pytest.raises(OSError, match=r"No space left on device.*store0"):
         opened(models.llama(), 4)
     assert not _unnamed(tmp_path)
@@ -240,6 +241,13 @@ def test_adapters_are_those_over_the_quantised_model_in_memory(
     assert written.keys() == wanted.keys() and all(torch.equal(written[name], wanted[name]) for name in wanted)
 
 
+def test_weights_that_are_quantised_do_not_train_later(opened: Callable[..., nn.Module]) -> None:
+    layer = opened(models.llama(), 4).model.layers[0].requires_grad_(True)
+    for weights in (layer.mlp.parameters(), layer.input_layernorm.parameters()):
+        with pytest.raises(MemascendError, match=r"lies beside the store as it was quantised.*leave frozen_bits out"):
+            memascend.AdamW(weights)
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +259,7 @@ def test_adapters_are_those_over_the_quantised_model_in_memory(
         ({"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8"),
         ({"keep_store": True}, "leave out durability and keep_store, or frozen_bits"),
         ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
-        ({"dtype": "float32"}, "no linear weights in bfloat16 in repeated layers.*: give dtype='bfloat16'"),
+        ({"dtype": "float32"}, r"no such weights in bfloat16 \(model\.layers.*: give dtype='bfloat16'"),
         ({"experts": "pieces"}, "cannot be had yet with experts='pieces': leave one of them out"),
         ({"store": "UUID=1234-5678"}, "UUID=1234-5678 is a raw block device: give a directory as store"),
     ],

@@ -12,15 +12,18 @@ import os
 import re
 import shutil
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from memascend.common.outputs import sync, writing
 from memascend.errors import DataError, first_line
+from memascend.formats.adapters import add_as_in, load_adapters
 from memascend.formats.json_files import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import nn
@@ -50,11 +53,12 @@ def add_adapters(model: nn.Module, adapters: Adapters, model_dir: Path) -> Any:
     """
     model.name_or_path = str(model_dir.resolve())  # type: ignore[assignment]
     if adapters.directory is None:
-        return _adapted(model, adapters)
-    import peft
-
-    model.requires_grad_(False)
-    return peft.PeftModel.from_pretrained(model, str(adapters.directory), is_trainable=True)
+        adapted = _adapted(model, adapters)
+    else:
+        adapted = load_adapters(model.requires_grad_(False), adapters.directory, trained=True)
+    # PEFT would save embeddings that have adapters whole, and write them back from a checkpoint: they stay as they are.
+    adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
+    return adapted
 
 
 def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
@@ -66,8 +70,8 @@ def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
     import peft
 
     model.requires_grad_(False)
-    if missing := [name for name in adapters.modules_to_save if not _is_module(model, name)]:
-        raise DataError(f"--modules-to-save {missing[0]}: no module of the model has that name")
+    paths = [path for path, _ in model.named_modules()]
+    _check_names("--modules-to-save", adapters.modules_to_save, paths)
     config = peft.LoraConfig(
         r=adapters.rank,
         lora_alpha=adapters.alpha or ALPHA_PER_RANK * adapters.rank,
@@ -82,15 +86,34 @@ def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
         # PEFT 0.21 gives fused experts the rank of their parts together, and looks for their name among modules.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         try:
-            return peft.get_peft_model(model, config, **options)
-        except ValueError as error:
-            if not adapters.targets:
-                raise
-            raise DataError(f"--lora-targets {' '.join(adapters.targets)}: {first_line(error)}") from error
+            adapted = peft.get_peft_model(model, config, **options)
+        except (TypeError, ValueError) as error:
+            _check_names("--lora-targets", adapters.targets, paths)
+            raise _refused(adapters, error) from error
+    if adapters.targets:
+        # Of those given, PEFT has taken away the parts of fused experts, which are no modules.
+        _check_names("--lora-targets", sorted(adapted.peft_config["default"].target_modules), paths)
+    return adapted
 
 
-def _is_module(model: nn.Module, name: str) -> bool:
-    return any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules())
+def _check_names(flag: str, names: Sequence[str], paths: Sequence[str]) -> None:
+    """Raise DataError for a name that no module has at the end of its path."""
+    for name in names:
+        if not name or not any(path == name or path.endswith(f".{name}") for path in paths):
+            raise DataError(f"{flag} {name!r}: no module of the model has that name")
+
+
+def _refused(adapters: Adapters, error: Exception) -> DataError:
+    """Return the error of adapters that PEFT does not make."""
+    told = first_line(error)
+    if adapters.targets and told.startswith("Target module "):
+        return DataError(
+            f"--lora-targets {' '.join(adapters.targets)}: PEFT adds adapters to linear layers and embeddings alone: "
+            "give the names of such modules (q_proj)"
+        )
+    if adapters.modules_to_save and (isinstance(error, TypeError) or not adapters.targets):
+        return DataError(f"--modules-to-save {' '.join(adapters.modules_to_save)}: {told}")
+    return DataError(f"PEFT does not make such adapters for this model: {told}")
 
 
 def experts_without(model: nn.Module) -> list[str]:
@@ -129,11 +152,7 @@ def memory_bytes(model: nn.Module, adapters: Adapters, on_experts: bool = True) 
     if adapters.directory is None:
         adapted = _adapted(empty, adapters, low_cpu_mem_usage=True)
     else:
-        import peft
-
-        config = peft.PeftConfig.from_pretrained(str(adapters.directory))
-        config.inference_mode = False
-        adapted = peft.get_peft_model(empty.requires_grad_(False), config, low_cpu_mem_usage=True)
+        adapted = add_as_in(adapters.directory, empty.requires_grad_(False), trained=True, low_cpu_mem_usage=True)
     left_out = set() if on_experts else {id(p) for module in _on_experts(adapted) for p in module.parameters()}
     trained = (p for p in adapted.parameters() if p.requires_grad and id(p) not in left_out)
     return sum(p.numel() for p in trained) * _BYTES_PER_PARAMETER

@@ -54,6 +54,13 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
         "tile_tokens": None,
         "boundaries": "off",
         "base_bits": None,
+        "lora_alpha": None,
+        "lora_dropout": 0.0,
+        "lora_targets": [],
+        "dora": False,
+        "rslora": False,
+        "modules_to_save": [],
+        "adapter": None,
     } | before  # A run of before there could be others.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:

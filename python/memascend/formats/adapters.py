@@ -1,19 +1,23 @@
-"""Directories of adapters, as PEFT writes them: recognised, and the model that they belong to."""
+"""Directories of adapters, as PEFT writes them: recognised, read, and the model that they belong to."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.formats.hub import download, is_id
 from memascend.formats.json_files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
 #: PEFT's name for the file that describes a directory's adapters.
 CONFIG_NAME = "adapter_config.json"
+#: And for those that hold their weights, of which a directory has one.
+_WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def is_adapter(directory: Path) -> bool:
@@ -39,3 +43,62 @@ def model_of(directory: Path, tell: Callable[[str], None]) -> Path:
         f"{directory} holds adapters of {named}, which is gone: put the model there, or its present place into "
         f"base_model_name_or_path of {CONFIG_NAME}"
     )
+
+
+def check_copies(directory: Path) -> None:
+    """Raise CheckpointError for adapters with copies of whole modules, which a model in a store has no place for."""
+    config = read_json(directory / CONFIG_NAME)
+    copied = config.get("modules_to_save") if isinstance(config, dict) else None
+    if copied:
+        raise CheckpointError(
+            f"{directory} holds copies of whole modules ({', '.join(map(str, copied))}), which a model in a store has "
+            "no place for: train it further with --in-memory, or merge it in memory with PEFT (merge_and_unload) and "
+            "give the model directory that this writes"
+        )
+
+
+def add_as_in(directory: Path, model: nn.Module, *, trained: bool, **options: Any) -> Any:
+    """Return a model of PEFT: `model` with new adapters like those in a directory. `options` are of get_peft_model.
+
+    Raises CheckpointError where the model has no modules for them.
+    """
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(str(directory))
+    config.inference_mode = not trained
+    try:
+        return peft.get_peft_model(model, config, **options)
+    except (TypeError, ValueError) as error:
+        raise _misfit(directory, first_line(error)) from error
+
+
+def load_adapters(model: nn.Module, directory: Path, *, trained: bool) -> Any:
+    """Return a model of PEFT: `model` with the adapters in a directory, all of them and no others.
+
+    Raises CheckpointError where they belong to another model, or their file is missing or damaged.
+    """
+    from pickle import UnpicklingError
+
+    from safetensors import SafetensorError
+
+    if not any((directory / name).is_file() for name in _WEIGHTS_NAMES):
+        raise CheckpointError(f"{directory} holds no weights of adapters ({_WEIGHTS_NAMES[0]})")
+    adapted = add_as_in(directory, model, trained=trained)
+    try:
+        found = adapted.load_adapter(str(directory), "default", is_trainable=trained)
+    except MemascendError:
+        raise
+    except (SafetensorError, UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{directory} holds weights that cannot be read: {first_line(error)}") from error
+    except (KeyError, RuntimeError) as error:
+        # PyTorch names the tensors from the second line on.
+        raise _misfit(directory, str(error).splitlines()[-1].strip()) from error
+    if found.missing_keys:
+        raise _misfit(directory, f"their file has no {found.missing_keys[0]}")
+    if found.unexpected_keys:
+        raise _misfit(directory, f"their file has {found.unexpected_keys[0]}, which {CONFIG_NAME} has no place for")
+    return adapted
+
+
+def _misfit(directory: Path, detail: str) -> CheckpointError:
+    return CheckpointError(f"{directory} holds adapters that do not fit the model: {detail}")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from memascend.errors import DataError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
     """Mark the units and places whose weights are quantised to `bits`.
 
-    Raises ValueError for a model that has none.
+    Raises DataError for a model that has none.
     """
     weights = set(_weights(model))
     for unit in units:
@@ -33,9 +35,13 @@ def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
             for place in places:
                 place.bits = bits
     if not any(unit.bits for unit in units):
-        raise ValueError(
-            f"{type(model).__name__} has no linear weights in bfloat16 in repeated layers, which are what "
-            f"frozen_bits={bits} quantises: give dtype='bfloat16', or leave frozen_bits out"
+        linear = [place for unit in units if unit.repeated for place in unit.places if place.parameter in weights]
+        lacks, remedy = "no linear weights in repeated layers", ""
+        if linear:
+            lacks, remedy = f"no such weights in bfloat16 ({linear[0].name})", "give dtype='bfloat16', or "
+        raise DataError(
+            f"{type(model).__name__} has {lacks}, which are what frozen_bits={bits} (--base-bits) quantises: {remedy}"
+            "leave it out"
         )
 
 

@@ -121,11 +121,8 @@ class LaterRoom:
     def _refuse(self, tensor: StoreTensor) -> None:
         session, name = self._session, tensor.places[0].name
         told = f"{name} was frozen when the model was offloaded"
-        if any(place.sources for place in tensor.places):
-            raise MemascendError(
-                f"{told}, and is read from the model's own files, which stay as they are: open the model with "
-                f"frozen='store', or {_REMEDY}"
-            )
+        if not tensor.unit.in_store:
+            raise MemascendError(f"{told}, and {tensor.unit.read_only}")
         if session.device is not None or session.membership is not None:
             where = "device memory" if session.device is not None else "memory over ranks"
             raise MemascendError(f"{told}, so that the plan of {where} holds no room for its gradient: {_REMEDY}")

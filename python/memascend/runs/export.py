@@ -11,10 +11,11 @@ import torch
 
 from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.errors import CheckpointError
-from memascend.formats.adapters import is_adapter, model_of
+from memascend.formats.adapters import CONFIG_NAME, check_copies, is_adapter, load_adapters, model_of
 from memascend.formats.distributed import save_distributed
 from memascend.formats.gguf import write_gguf
 from memascend.formats.hugging_face import from_pretrained
+from memascend.formats.quantised.forms import form_of
 from memascend.formats.saving import save_pretrained
 from memascend.formats.side_files import add_tokenizer, copy_side_files, has_tokenizer
 from memascend.offloading.api import offload_of
@@ -111,14 +112,20 @@ def _of_store(paths: Sequence[Path], out: Path, how: Export) -> str:
 def _merged(adapter: Path, out: Path, store: Path, how: Export) -> str:
     """Write the model of some adapters with these merged into its weights, as PEFT does it, layer by layer."""
     try:
-        import peft
+        import peft  # noqa: F401
     except ImportError as error:
         raise CheckpointError("adapters need the package peft: pip install 'memascend[cli]'") from error
+    check_copies(adapter)
     directory = model_of(adapter, how.tell)
+    if form_of(directory) is not None:
+        raise CheckpointError(
+            f"{adapter} holds adapters of {directory}, whose weights are quantised, and adapters are merged into "
+            f"weights in 16 bits: put the directory of these into base_model_name_or_path of {CONFIG_NAME}"
+        )
     model = from_pretrained(directory, store=store, host_memory=how.host_memory, dtype="auto", frozen="store")
     session = offload_of(model)
     try:
-        merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        merged = load_adapters(model, adapter, trained=False).merge_and_unload()
         save_pretrained(merged, out, dtype=None if how.layout == "gguf" else how.dtype)
     finally:
         session.close(failed=True)

@@ -14,7 +14,7 @@ from memascend.command.hub import model_directory
 from memascend.common.outputs import workspace
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, CheckpointError
-from memascend.formats.adapters import is_adapter, model_of
+from memascend.formats.adapters import check_copies, is_adapter, load_adapters, model_of
 from memascend.formats.config import load_config
 from memascend.formats.side_files import has_tokenizer
 from memascend.formats.transformers_models import config_of_record
@@ -70,6 +70,8 @@ def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
 
 
 def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> Source:
+    if adapter is not None:
+        check_copies(adapter)
     config = load_config(model)
     return Source((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
 
@@ -93,9 +95,7 @@ def opened(source: Source, room: Room, store: Path | None) -> Iterator[Any]:
             ) from error
         stack.callback(offload_of(model).close, failed=True)  # Keeps a store as it is.
         if source.adapter is not None:
-            import peft
-
-            model = peft.PeftModel.from_pretrained(model, str(source.adapter))
+            model = load_adapters(model, source.adapter, trained=False)
         model.eval()
         yield model
 

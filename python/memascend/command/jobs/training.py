@@ -15,6 +15,7 @@ from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
+from memascend.formats.adapters import check_copies
 from memascend.layout.bits import COMPUTED_IN
 from memascend.offloading.computing import Computing
 
@@ -153,6 +154,8 @@ def _conflict_of_adapters(settings: Settings) -> str | None:
             "--modules-to-save trains copies of whole modules, which cannot be made of a model in a store: give "
             "--in-memory, or train from Python, with adapters that are added before memascend.offload"
         )
+    if settings.adapter is not None and not settings.in_memory:
+        check_copies(settings.adapter)
     return None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,16 +65,26 @@ class _File:
     def write(self, values: torch.Tensor, position: int) -> None:
         """Write the bytes of a contiguous tensor to `position`."""
         view, done = values.view(torch.uint8).numpy().data, 0
-        try:
+        with self._named():
             while done < len(view):
                 done += os.pwrite(self.fd, view[done:], position + done)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the directory in the errors of the drive, since the file has no name."""
+        try:
+            yield
         except OSError as error:
-            error.filename = str(self.directory)  # The file has no name.
+            error.filename = str(self.directory)
             raise
 
     def finish(self, begin: int, end: int) -> None:
         """Have the bytes `begin .. end`, which begin at a page, reach the drive and leave the page cache."""
         self.end = round_up(end, PAGE_BYTES)
+        with self._named():
+            self._finish(begin)
+
+    def _finish(self, begin: int) -> None:
         os.ftruncate(self.fd, self.end)
         buffer = torch.empty(min(_SUMMED_BYTES, self.end - begin), dtype=torch.uint8)
         for position in range(begin, self.end, _SUMMED_BYTES):
