@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: PEFT's name for the file that describes a directory's adapters.
 CONFIG_NAME = "adapter_config.json"
-#: And for those that hold their weights, of which a directory has one.
+#: The names of the file with their weights; a directory has one of them.
 _WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
