@@ -186,8 +186,8 @@ def write_safetensors(
 ) -> None:
     """Write a file with `entries` in its header, and the data of `tensors`, which come in any order.
 
-    A tensor may come as a generator of its rows, in order: some rows at a time. The rows of a tensor of three
-    dimensions are those of its matrices.
+    A tensor may come as a generator of its rows, in order: some rows at a time. A tensor of three dimensions has the
+    rows of its matrices.
 
     The file appears under its name only when it is complete and on the medium.
     """
