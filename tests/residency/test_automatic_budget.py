@@ -189,8 +189,8 @@ def test_memory_that_the_system_refuses_leaves_the_budget_as_it_is(
     model = offload(build("llama"))
     run = Run(model, "llama").go(2)
     before, refusals = planned(model), 0
-    session = memascend.offload_of(model)
-    resize = session.runtime.resize
+    budget = memascend.offload_of(model).host_budget
+    runtime = budget._runtime
 
     class Refusing:
         """A runtime whose system gives no more memory."""
@@ -200,15 +200,15 @@ def test_memory_that_the_system_refuses_leaves_the_budget_as_it_is(
 
         def resize(self, units: Any, chunks: int, states: int) -> None:
             nonlocal refusals
-            if session.plan.total > before:
+            if budget.plan.total > before:
                 refusals += 1
                 raise HostMemoryError("host memory cannot be locked")
-            resize(units, chunks, states)
+            runtime.resize(units, chunks, states)
 
-    runtime, session.runtime = session.runtime, Refusing()  # type: ignore[assignment]
+    budget._runtime = Refusing()  # type: ignore[assignment]
     machine.whole = ALL
     run.go(10, 2)
-    session.runtime = runtime
+    budget._runtime = runtime
     assert refusals == 1 and planned(model) == before
     told = [record.getMessage() for record in caplog.records if "cannot be locked" in record.getMessage()]
     assert len(told) == 1 and told[0].startswith("host memory stays at ")
