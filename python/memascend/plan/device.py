@@ -167,7 +167,12 @@ def make_device_plan(
     estimated = None if tokens is None else computing.lines(tokens, layer_tokens)
     unknown = None if estimated else _unknown_line(computing)
     freed = Line("freed segments", 0, 0, "allowance: kept by PyTorch's allocator while there is room")
-    rest = (stand_ins, *(estimated or (unknown,)), *_segment_lines(gradients, segments), *((freed,) if estimated else ()))
+    rest = (
+        stand_ins,
+        *(estimated or (unknown,)),
+        *_segment_lines(gradients, segments),
+        *((freed,) if estimated else ()),
+    )
     blocks = _blocks_line(tables)
     needed = blocks.total + leaving.total + made.total + sum(line.total for line in rest)
     layers = [unit for unit in units if not unit.is_table]
