@@ -467,7 +467,7 @@ def test_the_command_tells_the_time_of_a_step(tmp_path, capfd):
         assert title in out
     assert "On top" not in out
     assert "bound by SSD, read and written" in out
-    assert all(len(line) <= 132 for line in out.partition("\n\n")[2].splitlines())
+    assert not [line for line in out.partition("\n\n")[2].splitlines() if len(line) > 132]
     code, found = plan(capfd, folder, "--gpu", "8GiB", "--seq-len", 128, *GIVEN)
     assert code == 0
     step, memory = found["gpu"]["step"], found["gpu"]["device_memory"]

@@ -166,7 +166,7 @@ def make_device_plan(
     computing = Estimate(units, config, activations, fused_loss, leaving.total + made.total, segments, tile_tokens)
     estimated = None if tokens is None else computing.lines(tokens, layer_tokens)
     unknown = None if estimated else _unknown_line(computing)
-    freed = Line("freed segments", 0, 0, "allowance: kept by PyTorch's allocator while there is room")
+    freed = Line("freed segments", 0, 0, "allowance: kept by PyTorch's allocator")
     rest = (
         stand_ins,
         *(estimated or (unknown,)),
