@@ -403,6 +403,7 @@ def test_where_little_may_be_pinned_windows_shrink(on_device: Callable[..., nn.M
     stats = memascend.stats(model)
     assert any("pins less host memory" in notice for notice in stats["notices"])
     assert stats["host_bytes_reserved"] <= 2 * least
+    assert stats["host_bytes_budget"] == 256 * 2**20
     memascend.close(model)
     fake.set("limit", least // 4)
     with pytest.raises(memascend.PinnedMemoryError):

@@ -112,6 +112,7 @@ class Session:
         self._tables: dict[Place, OffloadedTable] = {}
         self._attachment: Callable[[], Attachment | None] = lambda: None
         self.device_budget = DeviceBudget(computing, units, self.model)
+        asked = plan.budget
         plan, self.runtime = open_within_limits(plan, units, lambda smaller: self._open(smaller, resume), self.notices)
         try:
             if tag is not None:
@@ -127,6 +128,7 @@ class Session:
         if self.device is None:
             warn_of_slow(place.dtype for place in self.places)
         close_at_exit(self)
+        self.host_budget.nbytes = asked  # Also where the system pins less.
         if automatic:
             self.host_budget.follow_machine()
 
