@@ -54,6 +54,14 @@ def _accelerate() -> Iterator[None]:
         GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _engine_of_deepspeed() -> Iterator[None]:
+    """End the engine that a process's tests behind DeepSpeed share."""
+    yield
+    if files := sys.modules.get("memascend.integrations.deepspeed.files"):
+        files._engine = None
+
+
 @pytest.fixture(autouse=True)
 def _models_leave_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Close models that a failed test has left open on a device, where they would limit the next one."""

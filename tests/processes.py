@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -11,27 +13,45 @@ from pathlib import Path
 
 import forked
 
+#: Descriptors of rings and native threads that were there before the test: an engine may be the process's.
+_earlier: set[Path] = set()
+
+
+def forget_earlier() -> None:
+    """Have `open_files` and `native_threads` return only what is opened and started from now on."""
+    gc.collect()
+    _earlier.clear()
+    _earlier.update(_rings(), _threads())
+
+
+def _rings() -> dict[Path, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[entry] = os.readlink(entry)
+    return {entry: target for entry, target in found.items() if "io_uring" in target}
+
+
+def _threads() -> dict[Path, str]:
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found[task] = (task / "comm").read_text().strip()
+    return {task: name for task, name in found.items() if name.startswith("memascend")}
+
 
 def open_files(store: Path) -> list[str]:
-    found = []
+    found = [target for entry, target in _rings().items() if entry not in _earlier]
     for entry in Path("/proc/self/fd").iterdir():
-        try:
+        with contextlib.suppress(OSError):
             target = os.readlink(entry)
-        except OSError:
-            continue
-        if target.startswith(str(store)) or "io_uring" in target:
-            found.append(target)
+            if target.startswith(str(store)):
+                found.append(target)
     return found
 
 
 def native_threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text().strip())
-        except OSError:
-            continue
-    return [name for name in names if name.startswith("memascend")]
+    return [name for task, name in _threads().items() if task not in _earlier]
 
 
 def native_threads_end() -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed_run
 import lab
@@ -18,20 +18,8 @@ import torch
 from deepspeed_parts import MIB, STREAMS, installed_version
 
 import memascend
-from memascend.integrations.deepspeed import files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _engine() -> Iterator[None]:
-    """End the process's engine after these tests: others look for rings that are left open."""
-    yield
-    files._engine = None
-    gc.collect()
 
 
 def random_bytes(count: int, seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lab
 import pytest
 import torch
-from processes import native_threads, native_threads_end, open_files, python
+from processes import forget_earlier, native_threads, native_threads_end, open_files, python
 from simulated_device import SimulatedDevice
 from torch import nn
 
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     import fake_cuda
 
 X = torch.linspace(-1, 1, 4 * 256).reshape(4, 256)
+
+
+@pytest.fixture(autouse=True)
+def _earlier() -> None:
+    forget_earlier()
 
 
 class Net(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import lab
 import pytest
 import tiny
 import torch
-from processes import native_threads, native_threads_end, open_files, python
+from processes import forget_earlier, native_threads, native_threads_end, open_files, python
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 # ---- processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _earlier() -> None:
+    forget_earlier()
 
 
 class Batches(Dataset):
@@ -226,8 +230,6 @@ def _wait(child: int, seconds: float) -> int | None:
 @pytest.mark.parametrize("engine", ["auto", "threads"])
 @pytest.mark.parametrize("moment", ["idle", "step deferred", "graph alive", "gradients"])
 def test_close_frees_everything(store: Path, engine: str, moment: str) -> None:
-    gc.collect()
-    assert not open_files(store) and native_threads_end()
     threads = threading.active_count()
     model = memascend.offload(
         tiny.build("llama"), store=store, host_memory="256MiB", engine=engine, allocator="pageable", recompute=False
