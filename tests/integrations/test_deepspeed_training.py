@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed_run
 import lab
@@ -19,9 +19,6 @@ from deepspeed_parts import IN_MEMORY, LARGER_PARTS, MIB, PARTS, POOLS, STREAMS,
 from deepspeed_run import environment
 
 from memascend.forecast.deepspeed.forecast import as_text, forecast
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -34,11 +31,11 @@ TIERS = ("A", "AB", "ABC")
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"clip": 0.0, "buffer_size": 0, "in_memory": 1_000_000_000},
     "clipping, sub-groups, accumulated": {"layers": 2, "sub_group": 1_000_000, "accumulated": 2},
-    "some weights in memory": {"layers": 2, "sub_group": 1_000_000, "clip": 0.0, "in_memory": 3_000_000},
     "float16 with overflows": {"dtype": "float16", "initial_scale_power": 22, "steps": 6},
 }
 #: In `make soak`.
 MORE_CASES: dict[str, dict[str, Any]] = {
+    "some weights in memory": {"layers": 2, "sub_group": 1_000_000, "clip": 0.0, "in_memory": 3_000_000},
     "float32 in sub-groups": {"dtype": "float32", "clip": 0.0, "sub_group": 1_000_000},
     "float16 with overflows, accumulated": {
         "dtype": "float16",
@@ -49,8 +46,11 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     },
     "norms in memory, pipelined": {"persistent": 100_000, "sub_group": 100_000, "pipelined": True},
 }
+#: By name: the host memory of runs that keep states there, some of them or, in `make soak`, all.
+KEPT = {"some": "70MiB"}
 if os.environ.get("MEMASCEND_DEEPSPEED_CASES") == "all":
     CASES |= MORE_CASES
+    KEPT["all"] = "1GiB"
 #: Of losses and norms relative to those without offload, where gradients are clipped: DeepSpeed rounds the norm to
 #: float32 there, and here keeps float64. One unit in the last place of the norm moves some bfloat16 weights by one.
 CLIPPED = 2e-4
@@ -82,8 +82,8 @@ def _train(folder: Path) -> dict[str, list[dict[str, Any]]]:
         runs[f"saved {tiers}"] = SAVED | {"tiers": tiers, "save": f"{folder}/saved {tiers}"}
     for saved, tiers in itertools.product(("A", "ABC"), repeat=2):
         runs[f"loaded {saved} {tiers}"] = SAVED | {"tiers": tiers, "seed": 2, "load": f"{folder}/saved {saved}"}
-    # Some states stay in memory in the first, all in the second, and gradients in both.
-    for name, host_memory in (("some", "70MiB"), ("all", "1GiB")) if STREAMS else ():
+    # Gradients stay in memory too.
+    for name, host_memory in KEPT.items() if STREAMS else ():
         keeps = {"tiers": "ABC", "host_memory": host_memory}
         runs[f"bfloat16 {name} kept"] = CASES["bfloat16"] | keeps
         runs[f"saved {name} kept"] = SAVED | keeps | {"save": f"{folder}/saved {name} kept"}
@@ -197,7 +197,7 @@ def test_the_plan_is_that_of_the_command(case: str, trained: dict[str, list[dict
 
 
 @for_streaming
-@pytest.mark.parametrize("kept", ["some kept", "all kept"])
+@pytest.mark.parametrize("kept", [f"{name} kept" for name in KEPT])
 def test_states_in_memory_change_no_bits(kept: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     for run in ("bfloat16", "saved"):
         assert without_memory(trained[f"{run} {kept}"]) == without_memory(trained[f"{run} ABC"])

@@ -248,9 +248,9 @@ def _own_memory_cgroup() -> tuple[Path, str]:
     return cgroups.CGROUPS, "memory.max"
 
 
-#: Two matrices of 128 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a
+#: Two matrices of 64 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a
 #: plan with budget to spare takes four times that, and the smallest one once.
-LARGE_VOCABULARY, MATRIX = 65_536, 128 * MIB
+LARGE_VOCABULARY, MATRIX = 65_536, 64 * MIB
 #: Few, since products take longest.
 TOKENS = 2
 
