@@ -142,7 +142,7 @@ def test_a_killed_task_goes_on_to_the_same_bits(room: Path, capfd: pytest.Captur
     ("task", "others", "told"),
     [
         ("dpo", ["--in-memory"], "--in-memory is of the tasks sft and pretrain"),
-        ("dpo", ["--trainer-options", "betta=0.1"], "DPOConfig has no betta, did you mean beta"),
+        ("dpo", ["--trainer-options", "betta=0.1"], "DPOConfig has no betta: did you mean beta?"),
         ("dpo", ["--trainer-options", "learning_rate=1"], "is what --lr says"),
         ("dpo", ["--trainer-options", "beta"], "not of the form NAME=VALUE"),
         ("reward", ["--lora-rank", "4"], "leave out --lora-rank"),
@@ -183,9 +183,9 @@ def test_an_interrupt_keeps_the_last_step(room: Path) -> None:
     chosen = words(room, "orpo", steps=200)
     metrics = room / "out" / "metrics.jsonl"
     with lab.Child(room, command, chosen) as child:
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
             assert child.alive(), child.wait().err
         os.kill(child.pid, signal.SIGINT)
         ended = child.wait()
     assert ended.code == 130 and "--resume goes on" in ended.err and "Traceback" not in ended.err
-    assert (room / "store").exists()
+    assert (room / "store").exists(), ended.err

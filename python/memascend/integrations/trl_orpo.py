@@ -10,11 +10,11 @@ from memascend.integrations.transformers import OffloadArguments, TrainerMixin
 
 
 @dataclass
-class ORPOConfig(OffloadArguments, orpo.ORPOConfig):  # type: ignore[misc]
+class ORPOConfig(OffloadArguments, orpo.ORPOConfig):
     """`trl.experimental.orpo.ORPOConfig`, and where the model goes."""
 
 
-class ORPOTrainer(TrainerMixin, orpo.ORPOTrainer):  # type: ignore[misc]
+class ORPOTrainer(TrainerMixin, orpo.ORPOTrainer):
     """`trl.experimental.orpo.ORPOTrainer` for offloaded models; it compares with no second model."""
 
     _over_ranks = False

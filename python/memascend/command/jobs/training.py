@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import memascend
 from memascend.command import launched
 from memascend.command.ended import finished_steps
 from memascend.command.exits import BAD_INPUT, SIGNALLED, tell
@@ -99,12 +100,17 @@ def finetune(chosen: argparse.Namespace) -> int:
 
 def _recipe(task: Task, settings: Settings, trainer_options: list[str]) -> int:
     """Have a trainer carry out a task, and say what was written."""
-    from memascend.command.recipes.run import run  # Imports transformers' Trainer.
+    from memascend.command.recipes.run import run, steps_of_finished  # Imports transformers' Trainer.
 
+    if settings.resume and (steps := steps_of_finished(settings.out)) is not None:
+        print(f"the run has finished: {settings.out} holds the model after {steps} steps")
+        return 0
     try:
         steps = run(task, settings, parsed(trainer_options))
     except KeyboardInterrupt as interrupt:
-        tell("interrupted: the store keeps the last durable step, and the same command with --resume goes on with it")
+        kept = memascend.can_resume([str(path) for path in settings.store])
+        goes_on = "the store keeps the last durable step, and the same command with --resume goes on with it"
+        tell(f"interrupted: {goes_on if kept else 'before a step was durable'}")
         return SIGNALLED + getattr(interrupt, "signal_number", 2)
     print(f"wrote {settings.out}: --task {task.name}, {steps} steps")
     if task.name not in ("reward", "classify"):

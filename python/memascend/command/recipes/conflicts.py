@@ -58,7 +58,7 @@ def conflict_of_task(task: str | None, settings: Settings, trainer_options: Sequ
 
 def parsed(given: Sequence[str]) -> dict[str, Any]:
     """Return options of the form NAME=VALUE, with values as YAML has them. Raises DataError for another form."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     values = {}
     for word in given:

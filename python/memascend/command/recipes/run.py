@@ -58,14 +58,20 @@ _SET_BY = {
 }
 
 
+def steps_of_finished(out: Path) -> int | None:
+    """Return the steps of the run that has finished in `out`, or None."""
+    try:
+        return int(json.loads((out / FINISHED).read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def run(task: Task, settings: Settings, trainer_options: Mapping[str, Any]) -> int:
     """Train, write the model to `settings.out`, and return the steps taken.
 
     Raises DataError for impossible options, OutputError where OUT is there already.
     """
     out = settings.out
-    if settings.resume and (out / FINISHED).is_file():
-        return int(json.loads((out / FINISHED).read_text())["steps"])
     if out.exists() and any(out.iterdir()) and not settings.resume:
         raise OutputError(
             f"--out {out} already exists: choose another, move it away, or give --resume to go on with it"
@@ -81,7 +87,7 @@ def run(task: Task, settings: Settings, trainer_options: Mapping[str, Any]) -> i
     if isinstance(settings.evaluation, float):
         rows, held_out = divided(rows, settings.evaluation, settings.seed)
     elif settings.evaluation:
-        held_out = load_rows("--eval", settings.evaluation, task)  # type: ignore[arg-type]
+        held_out = load_rows("--eval", settings.evaluation, task)
     arguments = _arguments(arguments_class, task, settings, trainer_options, held_out is not None)
     tokenizer = _tokenizer(settings)
     options: dict[str, Any] = {"processing_class": tokenizer}
@@ -141,7 +147,7 @@ def _adapters(settings: Settings) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(
-        r=settings.lora_rank,
+        r=settings.lora_rank or 0,
         lora_alpha=settings.lora_alpha or 2 * (settings.lora_rank or 0),
         lora_dropout=settings.lora_dropout,
         target_modules=list(settings.lora_targets) or "all-linear",
@@ -172,7 +178,7 @@ def _reference(settings: Settings) -> Any:
 
 def _arguments(arguments_class: type, task: Task, settings: Settings, given: Mapping[str, Any], evaluates: bool) -> Any:
     """Return the trainer's arguments. Raises DataError for one that it has not, or that the command sets."""
-    known = {one.name for one in fields(arguments_class) if one.init}  # type: ignore[arg-type]
+    known = {one.name for one in fields(arguments_class) if one.init}
     for name in given:
         if name in _SET_BY:
             raise DataError(f"--trainer-options {name} is what {_SET_BY[name]} says: give that")
