@@ -420,6 +420,8 @@ def _only(optimizers: list[Any]) -> OffloadedOptimizer:
 
 def _tokens_in(inputs: Any) -> int:
     """Return how many tokens a batch has: its ids, under any name, or the positions of its embeddings or labels."""
+    if isinstance(inputs, list):  # Of prompts that GRPO has yet to answer: what is trained on is not known.
+        return 0
     tensors = {name: value for name, value in dict(inputs).items() if isinstance(value, torch.Tensor)}
     ids = [value for name, value in tensors.items() if name.endswith("input_ids") and name != "decoder_input_ids"]
     if ids:

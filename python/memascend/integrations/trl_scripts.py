@@ -9,12 +9,17 @@ The words after the script's name are the script's, and the options of
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import memascend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
 #: Scripts of TRL, and the trainer that each imports.
 SCRIPTS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
@@ -28,11 +33,21 @@ def main(words: Sequence[str]) -> None:
 
     from memascend.integrations import trl as ours
 
-    for kind in (f"{SCRIPTS[words[0]]}Trainer", f"{SCRIPTS[words[0]]}Config"):
-        # The scripts import these from trl when they begin.
-        setattr(trl, kind, getattr(ours, kind))
+    trainer_class: Any = getattr(ours, f"{SCRIPTS[words[0]]}Trainer")
+    models: list[nn.Module] = []
+
+    class Remembered(trainer_class):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            models.append(self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model)
+
+    # The scripts import these from trl when they begin.
+    setattr(trl, trainer_class.__name__, functools.wraps(trainer_class, updated=())(Remembered))
+    setattr(trl, f"{SCRIPTS[words[0]]}Config", getattr(ours, f"{SCRIPTS[words[0]]}Config"))
     sys.argv = [f"trl {words[0]}", *words[1:]]
     runpy.run_module(f"trl.scripts.{words[0]}", run_name="__main__")
+    for model in models:
+        memascend.close(model)
 
 
 if __name__ == "__main__":
