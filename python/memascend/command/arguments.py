@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import memascend
 from memascend.command.exits import BAD_INPUT
+from memascend.command.recipes.tasks import NAMES
 from memascend.common.choices import meant, parse_held_out
 from memascend.common.sizes import AUTO, parse_size
 from memascend.common.tiles import parse_tile_tokens
@@ -143,6 +144,14 @@ def _add_finetune(subcommands: Any) -> None:
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help=text)
     text = "a YAML or JSON file of the options below, by their names without --; those of the command come first"
     parser.add_argument("--options", type=Path, metavar="FILE", help=text)
+    text = (
+        "sft trains on prompts with completions or conversations, pretrain on every token; dpo, kto, orpo, reward and "
+        "classify are trainers of TRL and transformers, whose data are rows with columns (default: by the data, sft or "
+        "pretrain)"
+    )
+    parser.add_argument("--task", choices=NAMES, help=text)
+    text = "arguments of the trainer of --task by their names, such as beta=0.2 loss_type=ipo"
+    parser.add_argument("--trainer-options", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
     paths = parser.add_argument_group("paths and memory")
 
     def add(flag: str, text: str, **options: Any) -> None:

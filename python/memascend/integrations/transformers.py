@@ -83,7 +83,7 @@ class TrainerMixin(CheckpointsMixin):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Take the arguments of the class that this is mixed into."""
-        bound = _signature_of(type(self)).bind(self, *given, **named)
+        bound = signature_of(type(self)).bind(self, *given, **named)
         model, args, own_optimizers = (bound.arguments.get(name) for name in ("model", "args", "optimizers"))
         _check_given(model, args)
         #: Whether the store holds a Trainer's run that `train` has not been told to go on with.
@@ -376,7 +376,7 @@ def _check_given(model: Any, args: Any) -> None:
         )
 
 
-def _signature_of(trainer_class: type) -> inspect.Signature:
+def signature_of(trainer_class: type) -> inspect.Signature:
     """Return the signature of the class that the mixin stands before, or of the first that names its arguments."""
     classes = trainer_class.__mro__[trainer_class.__mro__.index(TrainerMixin) + 1 :]
     signatures = (inspect.signature(vars(cls)["__init__"]) for cls in classes if "__init__" in vars(cls))
@@ -420,6 +420,8 @@ def _only(optimizers: list[Any]) -> OffloadedOptimizer:
 
 def _tokens_in(inputs: Any) -> int:
     """Return how many tokens a batch has: its ids, under any name, or the positions of its embeddings or labels."""
+    if isinstance(inputs, list):  # Of prompts that GRPO has yet to answer: what is trained on is not known.
+        return 0
     tensors = {name: value for name, value in dict(inputs).items() if isinstance(value, torch.Tensor)}
     ids = [value for name, value in tensors.items() if name.endswith("input_ids") and name != "decoder_input_ids"]
     if ids:

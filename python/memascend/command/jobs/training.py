@@ -6,11 +6,14 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import memascend
 from memascend.command import launched
 from memascend.command.ended import finished_steps
 from memascend.command.exits import BAD_INPUT, SIGNALLED, tell
 from memascend.command.hub import model_directory
 from memascend.command.lora import lone_option, rank_of
+from memascend.command.recipes.conflicts import conflict_of_task, parsed
+from memascend.command.recipes.tasks import OWN, TASKS, Task
 from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
@@ -30,6 +33,9 @@ ADAPTER_RATE = 2e-4
 def finetune(chosen: argparse.Namespace) -> int:
     """Fine-tune a model."""
     values = {name: value for name, value in vars(chosen).items() if name not in ("command", "options")}
+    task, trainer_options = values.pop("task"), values.pop("trainer_options")
+    if task in OWN:
+        values["loss_on"] = "completion" if task == "sft" else "all"
     if values["adapter"] is not None and values["lora_rank"] is None:
         values["lora_rank"] = rank_of(values["adapter"])
     if values["lr"] is None:
@@ -46,6 +52,9 @@ def finetune(chosen: argparse.Namespace) -> int:
     if values["base_bits"] and values["dtype"] == "auto":
         values["dtype"] = COMPUTED_IN
     sample = values.pop("sample")
+    if sample is not None and task in TASKS:
+        tell(f"error: --sample is of the tasks sft and pretrain: leave it out with --task {task}")
+        return BAD_INPUT
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
     values["packing"] = not values.pop("no_packing")
@@ -54,17 +63,19 @@ def finetune(chosen: argparse.Namespace) -> int:
     settings = Settings(**values, processes=launched.processes())
     if not launched.is_first():  # The first one writes for all.
         settings = replace(settings, metrics=None, report_to=())
-    problem = launched.conflict(settings) or _conflict(settings)
+    problem = launched.conflict(settings) or conflict_of_task(task, settings, trainer_options) or _conflict(settings)
     if problem is not None:
         tell(f"error: {problem}")
         return BAD_INPUT
     quiet_libraries()
     show_plans()
-    if (steps := finished_steps(settings)) is not None:
+    if task not in TASKS and (steps := finished_steps(settings)) is not None:
         if launched.is_first():
             print(f"the run has finished: {settings.out} holds the model after {steps} steps")
         return 0
     settings = replace(settings, model_dir=model_directory(settings.model_dir))
+    if task in TASKS:
+        return _recipe(TASKS[task], settings, trainer_options)
     from memascend.command.finetune import finetune as train  # Imports transformers' Trainer.
 
     watch = None
@@ -84,6 +95,26 @@ def finetune(chosen: argparse.Namespace) -> int:
     if result.signal_number is not None:
         tell(f"interrupted: {settings.out} holds the model after step {result.steps}")
         return SIGNALLED + result.signal_number
+    return 0
+
+
+def _recipe(task: Task, settings: Settings, trainer_options: list[str]) -> int:
+    """Have a trainer carry out a task, and say what was written."""
+    from memascend.command.recipes.run import run, steps_of_finished  # Imports transformers' Trainer.
+
+    if settings.resume and (steps := steps_of_finished(settings.out)) is not None:
+        print(f"the run has finished: {settings.out} holds the model after {steps} steps")
+        return 0
+    try:
+        steps = run(task, settings, parsed(trainer_options))
+    except KeyboardInterrupt as interrupt:
+        kept = memascend.can_resume([str(path) for path in settings.store])
+        goes_on = "the store keeps the last durable step, and the same command with --resume goes on with it"
+        tell(f"interrupted: {goes_on if kept else 'before a step was durable'}")
+        return SIGNALLED + getattr(interrupt, "signal_number", 2)
+    print(f"wrote {settings.out}: --task {task.name}, {steps} steps")
+    if task.name not in ("reward", "classify"):
+        print(f"talk with it: memascend chat {shlex.quote(str(settings.out))}")
     return 0
 
 
