@@ -51,6 +51,8 @@ META = torch.device("meta")
 LAYERS, BLOCKS = 2, 3
 #: The most tokens that are run; the memory of more follows from the last doubling.
 TOKENS_MAX = 32 * 1024
+#: The most slices of a batch that are run, likewise: each takes the time of a step.
+SLICES_MAX = 64
 #: Memory that the libraries below PyTorch (oneDNN, MKL, OpenMP) keep from their first use on, and use in an operation.
 LIBRARIES_BYTES = 18 * 1024 * 1024
 
@@ -70,7 +72,8 @@ def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, 
 
     The parameters themselves are not counted, nor are their gradients in memory.
     """
-    batch_size = max(1, min(work.batch_size, TOKENS_MAX // work.seq_len))
+    rows = SLICES_MAX * (work.micro_batch_size or work.batch_size)
+    batch_size = max(1, min(work.batch_size, TOKENS_MAX // work.seq_len, rows))
     try:
         found = _run(config, directory, dtype, work, batch_size, in_memory)
         if batch_size == work.batch_size:
