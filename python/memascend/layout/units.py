@@ -12,13 +12,14 @@ from torch import nn
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
 from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
+from memascend.layout.parameter_state import GradientState
 from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
 
-    from memascend._memascend import Capture, ExternalFile, Packing, Plane, Projection, Rule, TensorId
+    from memascend._memascend import ExternalFile, Packing, Plane, Rule, TensorId
     from memascend.layout.shards import Shard
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -56,9 +57,7 @@ class Place:
     offset: int
     #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
     absent: torch.Tensor
-    #: The value of `parameter.grad` while memascend keeps the gradient: a new one for every gradient, and a stand-in
-    #: for it (`memascend.offloading.stand_ins`).
-    marker: torch.Tensor
+    gradient: GradientState
     #: The classes of the parameter while its values are on SSD, and while they are in memory.
     absent_class: type = nn.Parameter
     resident_class: type = nn.Parameter
@@ -72,39 +71,15 @@ class Place:
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
     #: date.
     version: int = 0
-    #: Whether the backward pass has updated it, ahead of `optimizer.step()`.
-    early: bool = False
-    #: Whether no backward pass may update it: the program has used its gradient beside `optimizer.step()` (read, scaled
-    #: or added to it, or it is the program's own tensor), or its weight within a backward pass.
-    awaits_step: bool = False
     #: How many graphs' nodes have saved it, by name.
     saved_names: int = 0
-    #: Whether memascend keeps a gradient.
-    held: bool = False
-    #: The value that every element of the gradient was set to since (`zero_grad(set_to_none=False)`).
-    filled: float | None = None
-    #: Gradients that memascend has taken over so far, and how often one was added to another.
-    captured: int = 0
-    added: int = 0
-    #: The gradient's sum of squares, and whether a value is infinite or NaN.
-    sum_squares: float = 0.0
-    non_finite: bool = False
-    #: The captures under way from a device: of the gradient, which will give `sum_squares` and `non_finite`, and of
-    #: its projection.
-    capturing: list[Capture] = field(default_factory=list)
     #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it
     #: has made.
     owner: Any = None
     rule: Rule | None = None
     made: set[Plane] = field(default_factory=set)
-    #: How the present gradient was projected when it was captured (APOLLO), if it was, and the number of the result in
-    #: the store.
-    projection: Projection | None = None
-    projected: tuple[int, int] | None = None
     #: The moments of its projected gradient, where they are on the store.
     moments: StoreMoments | None = None
-    #: Autograd hooks that take over gradients.
-    hooks: list[Any] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -328,7 +303,7 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             start = pack.numel
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         absent = absent_like(parameter.shape, dtype, device)
-        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, marker=absent)
+        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, GradientState(absent))
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)

@@ -502,7 +502,7 @@ class Hooks:
             for place in session.places:
                 if moved:
                     session.gradients.unwatch(place)
-                if not place.hooks:
+                if not place.gradient.hooks:
                     session.gradients.watch(place)
 
     def as_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Steps that the backward pass takes ahead of `optimizer.step()`: which it may take, and that `step` confirms them.
 
 Whatever can be known to need a gradient before `step` makes its parameter wait: a first step, states that are to be
-made, a policy for gradients that are not finite, and a gradient that the program has used before (`Place.awaits_step`).
+made, a policy for gradients that are not finite, and a gradient that the program has used before (`GradientState.awaits_step`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EarlySteps:
         if taken is None:
             return None
         assert isinstance(home, OnModel), "only parameters of offloaded models are updated early"
-        if home.parameter.grad is not home.place.marker:
+        if home.parameter.grad is not home.place.gradient.marker:
             raise MemascendError(early_gradient(home.name))
         rule = algorithm.rule(group, home.parameter)
         constants = self._constants(algorithm, group, home, home.next_step - 1)

@@ -379,7 +379,7 @@ class OnModel(Home):
     @property
     def captures(self) -> tuple[int, int]:
         """How many gradients the store has taken over, and how often it has added to one."""
-        return self.place.captured, self.place.added
+        return self.place.gradient.captured, self.place.gradient.added
 
     @property
     def is_owner(self) -> bool:
@@ -396,12 +396,12 @@ class OnModel(Home):
         gradients, place = self.session.gradients, self.place
         gradients.settle(place)
         gradient = self.parameter.grad
-        if place.early:
+        if place.gradient.early:
             raise MemascendError(early_gradient(place.name))
-        if gradient is not place.marker:
+        if gradient is not place.gradient.marker:
             self.check_gradient()
             gradients.capture(place, accumulate=False)
-        elif not place.held:
+        elif not place.gradient.held:
             raise MemascendError(
                 f"the values of the gradient of {place.name} are gone: step() or zero_grad() has consumed them, or a "
                 "backward pass failed; call zero_grad(), and backward() again, before the next step()"
@@ -410,13 +410,12 @@ class OnModel(Home):
 
     def gradient_stats(self) -> tuple[float, bool]:
         """Return the sum and the check that were made when the gradient was taken over."""
-        self.place.awaits_step = True
-        return self.place.sum_squares, self.place.non_finite
+        return self.session.gradients.stats(self.place)
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Discard the gradient on the store, or set it to zero."""
         gradients, place, gradient = self.session.gradients, self.place, self.parameter.grad
-        if not set_to_none and gradient is place.marker:
+        if not set_to_none and gradient is place.gradient.marker:
             gradients.fill(place, 0.0)
             return
         gradients.clear(place)
@@ -498,7 +497,7 @@ class OnModel(Home):
         """
         super().count(rule)
         self.place.version += 1
-        self.place.held = False
+        self.session.gradients.consume(self.place)
 
 
 class _Ordinary(Home):

@@ -193,10 +193,9 @@ def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGr
         return projection.of(DTYPE_NAMES[home.parameter.dtype], segment.host[1], threads)
     assert isinstance(home, OnModel), "other parameters give addresses"
     runtime, place = home.session.runtime, home.place
-    if place.projection == projection:
-        assert place.projected is not None, "what was projected was put aside"
-        place.projection = None
-        return runtime.take_projected(projection, place.projected[0])
+    projected = home.session.gradients.take_projected(place, projection)
+    if projected is not None:
+        return runtime.take_projected(projection, projected)
     assert place.tensor.gradient is not None, "a step takes a gradient that was captured"
     start = place.start if place.tensor.packed else 0
     return runtime.project_gradient(place.tensor.gradient, start, projection, threads)

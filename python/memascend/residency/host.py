@@ -215,9 +215,6 @@ class Streamer:
         with self.turns.take("the use of a weight"):
             residency = self.residencies[unit]
             self.cache.refuse_early_use(unit)
-            if in_backward():
-                for place in unit.places:
-                    place.awaits_step = True
             self._name_whole(unit)
             residency.users += 1
             try:
