@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from memascend._memascend import Capture, Projection
+    from memascend._memascend import Capture, Plane, Projection, Rule, TensorId
 
 
 @dataclass(slots=True, eq=False)
@@ -45,3 +46,42 @@ class GradientState:
     projected: tuple[int, int] | None = None
     #: Autograd hooks that take over gradients.
     hooks: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class StoreMoments:
+    """Both moments of one parameter's projected gradient on SSD: (2, channels, rank) float32."""
+
+    name: str
+    id: TensorId
+    numel: int
+    #: Whether they were written; otherwise they are zeros.
+    written: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerState:
+    """Which of the parameter's states are on the store, and whose they are. Written by `memascend.optim` alone."""
+
+    #: The rule of the latest step, or of the step that the states were asked for.
+    rule: Rule | None = None
+    #: The planes that have values of the parameter; others begin as zeros.
+    made: set[Plane] = field(default_factory=set)
+    #: The moments of its projected gradient, where they are on the store.
+    moments: StoreMoments | None = None
+    #: The optimizer that has claimed the states. Weak: its own parameters lead to it.
+    _owner: weakref.ref[Any] | None = None
+
+    def claim(self, optimizer: Any, rule: Rule) -> None:
+        """Note that the states are `optimizer`'s from now on, by `rule`."""
+        self._owner, self.rule = weakref.ref(optimizer), rule
+
+    @property
+    def claimed(self) -> bool:
+        """Whether an optimizer has claimed the states, which may be gone since."""
+        return self._owner is not None
+
+    @property
+    def owner(self) -> Any:
+        """The optimizer that has the states (`memascend.durable.protocols.Optimizer`); None without one."""
+        return None if self._owner is None else self._owner()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,14 +12,14 @@ from torch import nn
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
 from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
-from memascend.layout.parameter_state import GradientState
+from memascend.layout.parameter_state import GradientState, OptimizerState
 from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
 
-    from memascend._memascend import ExternalFile, Packing, Plane, Rule, TensorId
+    from memascend._memascend import ExternalFile, Packing, Plane, TensorId
     from memascend.layout.shards import Shard
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -58,6 +58,7 @@ class Place:
     #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
     absent: torch.Tensor
     gradient: GradientState
+    states: OptimizerState
     #: The classes of the parameter while its values are on SSD, and while they are in memory.
     absent_class: type = nn.Parameter
     resident_class: type = nn.Parameter
@@ -73,13 +74,6 @@ class Place:
     version: int = 0
     #: How many graphs' nodes have saved it, by name.
     saved_names: int = 0
-    #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it
-    #: has made.
-    owner: Any = None
-    rule: Rule | None = None
-    made: set[Plane] = field(default_factory=set)
-    #: The moments of its projected gradient, where they are on the store.
-    moments: StoreMoments | None = None
 
     @property
     def nbytes(self) -> int:
@@ -140,17 +134,6 @@ class StorePlane:
     name: str
     id: TensorId
     #: Whether it was written; an unwritten plane is zeros.
-    written: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class StoreMoments:
-    """Both moments of one parameter's projected gradient on SSD: (2, channels, rank) float32."""
-
-    name: str
-    id: TensorId
-    numel: int
-    #: Whether they were written; otherwise they are zeros.
     written: bool = False
 
 
@@ -303,7 +286,8 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             start = pack.numel
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         absent = absent_like(parameter.shape, dtype, device)
-        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, GradientState(absent))
+        state = GradientState(absent), OptimizerState()
+        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, *state)
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)

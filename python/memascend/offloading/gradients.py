@@ -239,7 +239,7 @@ class GradientCapture:
 
     def _projection_of(self, place: Place) -> Projection | None:
         """Return how a gradient is projected as it is captured, if it is."""
-        optimizer = None if place.owner is None else place.owner()
+        optimizer = place.states.owner
         # The gradients of a pack stay in memory: they are projected in the step.
         return None if optimizer is None or place.tensor.packed else optimizer.projection_of(place.parameter)
 

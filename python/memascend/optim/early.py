@@ -1,7 +1,8 @@
 """Steps that the backward pass takes ahead of `optimizer.step()`: which it may take, and that `step` confirms them.
 
 Whatever can be known to need a gradient before `step` makes its parameter wait: a first step, states that are to be
-made, a policy for gradients that are not finite, and a gradient that the program has used before (`GradientState.awaits_step`).
+made, a policy for gradients that are not finite, and a gradient that the program has used before
+(`GradientState.awaits_step`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ class EarlySteps:
         """Note that an update was started."""
         options = algorithm.factor_options(self._groups[parameter])
         self._scalars[parameter] = segment.scalars, options
-        self._homes.of(parameter).count(segment.rule)
+        home = self._homes.of(parameter)
+        # The native side finds the factors of a gradient that arrives in pieces, and writes the moments then.
+        moments = home.place.states.moments if segment.host is None and isinstance(home, OnModel) else None
+        if moments is not None:
+            moments.written = True
+        home.count(segment.rule)
 
     def confirm(self, algorithm: Algorithm, group: dict[str, Any], home: Home, nonfinite: str) -> OnModel | None:
         """Return the home of a parameter that is ahead of the step that is being taken.

@@ -181,7 +181,7 @@ class Home(ABC):
             return False
         _, place = self.location
         state, last_rule = self.state, self.last_rule
-        made = bool(place.made) or place.moments is not None
+        made = bool(place.states.made) or place.states.moments is not None
         # A parameter that was in memory before it was offloaded has its states there until they are taken in.
         if (made or last_rule is None) and any(plane.name in state for plane in rule.planes):
             raise MemascendError(
@@ -241,7 +241,7 @@ class Home(ABC):
         """Note that the states of `rule` have values: a later update reads them instead of beginning with zeros."""
         if self.location is not None:
             _, place = self.location
-            place.made.update(rule.planes)
+            place.states.made.update(rule.planes)
 
     def work(self, rule: Rule, scalars: Callable[[int, bool], StepScalars], schedule: Schedule) -> Segment:
         """Add the parameter's next update to `schedule`, and return it; nothing changes.
@@ -384,7 +384,7 @@ class OnModel(Home):
     @property
     def is_owner(self) -> bool:
         """Whether the states on the store are this optimizer's."""
-        return self.place.owner is not None and self.place.owner() is self.homes.optimizer
+        return self.place.states.owner is self.homes.optimizer
 
     def check(self) -> None:
         """Raise MemascendError if the model was closed."""
@@ -426,22 +426,22 @@ class OnModel(Home):
         """Ask for room on the model's store, and claim states that no other optimizer has."""
         place = self.place
         room.add(self.session, place.tensor, rule)
-        if place.owner is None:
-            place.rule = rule
-        elif place.owner() is None:  # its optimizer was deleted
+        if not place.states.claimed:
+            place.states.rule = rule
+        elif place.states.owner is None:  # its optimizer was deleted
             self.restart(rule)
 
     def prepare_step(self, rule: Rule, room: Room) -> None:
         """Become the optimizer that has the states, and ask for the room of those that are missing."""
         place = self.place
         if not self.is_owner:
-            if place.owner is not None and self.has_stepped:
+            if place.states.claimed and self.has_stepped:
                 raise MemascendError(
                     f"{place.name} has been trained by another optimizer since: its states on the store are "
                     "that one's; load a state_dict to go on with this one"
                 )
             self.restart(rule)
-        place.rule = rule
+        place.states.rule = rule
         if missing_planes(place.tensor, rule) or self.session not in self.homes.sessions:
             room.add(self.session, place.tensor, rule)
 
@@ -450,7 +450,7 @@ class OnModel(Home):
         state, last_rule = self.state, self.last_rule
         own_stores = self.homes.own_stores
         was_on_own_store = own_stores is not None and own_stores.location(self.parameter) is not None
-        if last_rule is not None and was_on_own_store and not self.place.made:
+        if last_rule is not None and was_on_own_store and not self.place.states.made:
             raise MemascendError(
                 f"{self.name} was offloaded while its states were on the optimizer's own store: make a new optimizer "
                 "and load the state_dict that this one gave before"
@@ -469,18 +469,18 @@ class OnModel(Home):
         """Become the optimizer that has the states, and give up another optimizer's."""
         session, place = self.session, self.place
         session.generations.settle()  # the generation being committed still has them
-        place.owner, place.rule = weakref.ref(self.homes.optimizer), rule
-        place.made.clear()
-        if place.moments is not None:
-            session.runtime.remove_tensor(place.moments.id)
-            place.moments = None
+        place.states.claim(self.homes.optimizer, rule)
+        place.states.made.clear()
+        if place.states.moments is not None:
+            session.runtime.remove_tensor(place.states.moments.id)
+            place.states.moments = None
         session.streamer.updates.apply(place.tensor.unit)
         session.runtime.wait_unit(place.tensor.unit.index)
         free_unused_states(session.runtime, place.tensor)
 
     def fresh_planes(self, rule: Rule) -> list[bool]:
         """Return which planes the store has no values of."""
-        return [plane not in self.place.made for plane in rule.planes]
+        return [plane not in self.place.states.made for plane in rule.planes]
 
     def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs when the unit is next fetched."""
@@ -613,13 +613,13 @@ class OnStore(_Ordinary):
         """Have all states begin as zeros."""
         if self.location is not None:
             _, place = self.location
-            place.made.clear()
+            place.states.made.clear()
 
     def fresh_planes(self, rule: Rule) -> list[bool]:
         """Return which planes the store has no values of."""
         assert self.location is not None
         _, place = self.location
-        return [plane not in place.made for plane in rule.planes]
+        return [plane not in place.states.made for plane in rule.planes]
 
     def add_update(self, rule: Rule, scalars: StepScalars, fresh: list[bool], schedule: Schedule) -> Segment:
         """Add an update that runs within the step, on the store."""

@@ -84,7 +84,7 @@ class OffloadedTable:
         (tensor_id, _, _) = place.tensor.unit.weights[0]
         # The update of a table that is trained reads all of it, and compares it before the step is committed.
         with as_held():
-            trained = place.parameter.requires_grad and place.owner is not None and place.owner() is not None
+            trained = place.parameter.requires_grad and place.states.owner is not None
         row_bytes = self.width * self.dtype.itemsize
         with span(f"rows of {place.name}"), reads.timeline.waiting("ssd_read"):
             reads.runtime.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)
