@@ -6,6 +6,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     import torch
 
@@ -85,3 +87,46 @@ class OptimizerState:
     def owner(self) -> Any:
         """The optimizer that has the states (`memascend.durable.protocols.Optimizer`); None without one."""
         return None if self._owner is None else self._owner()
+
+
+@dataclass(slots=True, eq=False)
+class Binding:
+    """The parameter as the model's modules have it.
+
+    Written by `memascend.offloading` alone; `memascend.residency` has it show and hide the values.
+    """
+
+    parameter: nn.Parameter
+    #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
+    absent: torch.Tensor
+    #: The classes of the parameter while its values are on SSD, and while they are in memory.
+    absent_class: type = nn.Parameter
+    resident_class: type = nn.Parameter
+    #: The parameter's version counter when its values came into memory.
+    shown_version: int = 0
+    #: How often its values were replaced, by a step of the optimizer or by loading others: a graph made before the
+    #: last time is out of date.
+    version: int = 0
+    #: How many graphs' nodes have saved it, by name.
+    saved_names: int = 0
+
+    def show(self, values: torch.Tensor) -> None:
+        """Bind the parameter to its values, of its shape and dtype."""
+        parameter = self.parameter
+        # Neither class of an offloaded parameter has an ordinary `data`.
+        parameter.__class__ = nn.Parameter
+        parameter.data = values
+        parameter.__class__ = self.resident_class
+        self.shown_version = parameter._version
+
+    @property
+    def written(self) -> bool:
+        """Whether the parameter, which shows its values, was written to since it began to show them."""
+        return self.parameter._version != self.shown_version
+
+    def hide(self) -> None:
+        """Unbind the parameter: it stands for values that are on SSD."""
+        parameter = self.parameter
+        parameter.__class__ = nn.Parameter
+        parameter.data = self.absent
+        parameter.__class__ = self.absent_class

@@ -12,7 +12,7 @@ from torch import nn
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
 from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
-from memascend.layout.parameter_state import GradientState, OptimizerState
+from memascend.layout.parameter_state import Binding, GradientState, OptimizerState
 from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
@@ -48,32 +48,25 @@ class Place:
     """Where one parameter lies: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
 
     name: str
-    parameter: nn.Parameter
+    binding: Binding
     shape: torch.Size
     dtype: torch.dtype
     numel: int
     tensor: StoreTensor
     start: int
     offset: int
-    #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
-    absent: torch.Tensor
     gradient: GradientState
     states: OptimizerState
-    #: The classes of the parameter while its values are on SSD, and while they are in memory.
-    absent_class: type = nn.Parameter
-    resident_class: type = nn.Parameter
-    #: The parameter's version counter when its values came into memory.
-    shown_version: int = 0
     #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
     #: there, length in bytes here, and how the file has it, where that is quantised.
     sources: Sequence[tuple[ExternalFile, int, int, Packing | None]] = ()
     #: The bits that its values are quantised to as the model is opened (`layout.frozen_bits`); None where they stay.
     bits: int | None = None
-    #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
-    #: date.
-    version: int = 0
-    #: How many graphs' nodes have saved it, by name.
-    saved_names: int = 0
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter of the model."""
+        return self.binding.parameter
 
     @property
     def nbytes(self) -> int:
@@ -103,26 +96,9 @@ class Place:
 
     def show(self, storage: torch.Tensor) -> None:
         """Bind the parameter to its values in its unit's bytes (uint8)."""
-        parameter = self.parameter
-        # Neither class of an offloaded parameter has an ordinary `data`.
-        parameter.__class__ = nn.Parameter
         # A view made in inference mode would not count writes.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            parameter.data = self.view(storage)
-        parameter.__class__ = self.resident_class
-        self.shown_version = parameter._version
-
-    @property
-    def written(self) -> bool:
-        """Whether the parameter, which shows its values, was written to since it began to show them."""
-        return self.parameter._version != self.shown_version
-
-    def hide(self) -> None:
-        """Unbind the parameter: it stands for values that are on SSD."""
-        parameter = self.parameter
-        parameter.__class__ = nn.Parameter
-        parameter.data = self.absent
-        parameter.__class__ = self.absent_class
+            self.binding.show(self.view(storage))
 
 
 @dataclass(slots=True, eq=False)
@@ -287,7 +263,7 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         absent = absent_like(parameter.shape, dtype, device)
         state = GradientState(absent), OptimizerState()
-        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, *state)
+        place = Place(name, Binding(parameter, absent), parameter.shape, dtype, numel, tensor, start, 0, *state)
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)

@@ -86,7 +86,7 @@ class EarlyUpdates:
         tensor = place.tensor
         if place.gradient.awaits_step or not updates_early(tensor) or not self._backward.can_update(tensor):
             return None
-        optimizer = None if place.saved_names else place.states.owner
+        optimizer = None if place.binding.saved_names else place.states.owner
         return optimizer if optimizer is not None and self._generations.allows_early(optimizer) else None
 
     def _update(self, tensor: StoreTensor, segment: Segment) -> Update:

@@ -441,7 +441,7 @@ class GradientCapture:
 
     def values(self, place: Place) -> torch.Tensor:
         """Return a copy of the gradient that memascend keeps: (elements of the parameter,), where it computes."""
-        device = place.absent.device
+        device = place.binding.absent.device
         self.note_used(place)
         if place.gradient.filled is not None:
             return torch.full((place.numel,), place.gradient.filled, dtype=place.dtype, device=device)

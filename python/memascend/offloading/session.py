@@ -454,7 +454,7 @@ class Session:
         for place in self.places:
             self.gradients.unwatch(place)
             place.parameter.grad = None
-            place.hide()
+            place.binding.hide()
 
     def unused(self, attachment: Attachment, model: nn.Module) -> None:
         """Have the session closed: the collector has found that nothing can use its model any more."""

@@ -148,15 +148,6 @@ class ResidentParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
-def disguise(place: Place) -> None:
-    """Have the parameter at `place` be a stand-in from now on, whenever its values are not in memory."""
-    kind = type(place.parameter)
-    place.absent_class = OffloadedParameter
-    # A program's own kind of parameter has its own class while its values are in memory.
-    place.resident_class = ResidentParameter if kind in (nn.Parameter, OffloadedParameter) else kind
-    place.hide()
-
-
 def run_functions_by(run: Callable[[Callable, tuple, dict[str, Any]], Any]) -> None:
     """Have `run(func, args, kwargs)` run the functions of PyTorch that are called with stand-ins."""
     _StandIn.run = staticmethod(run)
@@ -169,7 +160,7 @@ def is_stand_in(tensor: Any) -> TypeGuard[torch.Tensor]:
 
 def make_marker(place: Place) -> torch.Tensor:
     """Return a new stand-in for the gradient of a parameter."""
-    marker = place.absent.detach()
+    marker = place.binding.absent.detach()
     source = whole_of(place)
     source.is_gradient, source.marker = True, weakref.ref(marker)
     return OffloadedTensor.become(marker, source)
@@ -364,8 +355,8 @@ class _ShowingAll:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.written = self._place.written
-        self._place.hide()
+        self.written = self._place.binding.written
+        self._place.binding.hide()
 
 
 def whole_of(place: Place) -> Source:

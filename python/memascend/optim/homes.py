@@ -20,6 +20,7 @@ import torch
 from memascend.durable.protocols import Optimizer
 from memascend.errors import MemascendError
 from memascend.layout.units import DTYPE_NAMES
+from memascend.offloading.binding import outdate_graphs
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import copy_of, early_gradient, is_stand_in
 from memascend.optim.host_copies import HostCopies, Operands
@@ -496,7 +497,7 @@ class OnModel(Home):
         `parameter.grad` goes on standing for the gradient until `zero_grad`, but refuses to be read or added to.
         """
         super().count(rule)
-        self.place.version += 1
+        outdate_graphs(self.place)
         self.session.gradients.consume(self.place)
 
 

@@ -36,7 +36,7 @@ class OffloadedTable:
     def version(self) -> int:
         """A number that grows with every step and every write."""
         with as_held():
-            return self._place.version + self._place.parameter._version
+            return self._place.binding.version + self._place.parameter._version
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""

@@ -18,13 +18,13 @@ from memascend.common.sizes import AUTO
 from memascend.durable.outline import what_it_has
 from memascend.durable.record import parse_record, restore_random_states, understanding
 from memascend.errors import CheckpointError, MemascendError
-from memascend.formats.hugging_face import materialise
 from memascend.formats.transformers_models import model_of_record
 from memascend.layout.division import divide
 from memascend.layout.tables import find_tables
 from memascend.layout.units import partition
 from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
+from memascend.offloading.binding import materialise
 from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.opening import open_session, opening
