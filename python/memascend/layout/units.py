@@ -43,25 +43,19 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Place:
-    """Where one parameter lies: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
+    """Where one parameter lies: elements `start ..` of a store tensor. It never changes, but leads to what does."""
 
     name: str
-    binding: Binding
     shape: torch.Size
     dtype: torch.dtype
     numel: int
     tensor: StoreTensor
     start: int
-    offset: int
+    binding: Binding
     gradient: GradientState
     states: OptimizerState
-    #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
-    #: there, length in bytes here, and how the file has it, where that is quantised.
-    sources: Sequence[tuple[ExternalFile, int, int, Packing | None]] = ()
-    #: The bits that its values are quantised to as the model is opened (`layout.frozen_bits`); None where they stay.
-    bits: int | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -72,6 +66,17 @@ class Place:
     def nbytes(self) -> int:
         """Size of the parameter in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        """Its first byte in its unit."""
+        return self.tensor.begin + self.start * self.dtype.itemsize
+
+    @property
+    def bits(self) -> int | None:
+        """The bits that its values are quantised to as the model is opened; None where they stay."""
+        unit = self.tensor.unit
+        return unit.bits if self in unit.quantised else None
 
     @property
     def stored(self) -> tuple[int, int, int]:
@@ -148,6 +153,12 @@ class StoreTensor:
         self.gradient_dtype = self.dtype
 
     @property
+    def begin(self) -> int:
+        """The first byte in the unit of all ranks' shares together."""
+        shard = self.shard
+        return self.offset if shard is None else self.offset - shard.rank * shard.elements * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Size of the weights in bytes, rounded up to whole pages."""
         return round_up(self.numel * self.dtype.itemsize, PAGE_BYTES)
@@ -180,9 +191,13 @@ class Unit:
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
     index: int = -1
-    #: The bits that linear weights of it are quantised to as the model is opened. All of it is then in a file beside
-    #: the store (`layout.frozen_bits`).
+    #: The bits that some of its weights are quantised to as the model is opened, and which weights. All of the unit is
+    #: then in a file beside the store (`layout.frozen_bits`).
     bits: int | None = None
+    quantised: Set[Place] = frozenset()
+    #: Of frozen weights that are not on the store: the pieces that each is read from, one behind the other: file,
+    #: offset there, length in bytes here, and how the file has it, where that is quantised.
+    sources: dict[Place, Sequence[tuple[ExternalFile, int, int, Packing | None]]] = field(default_factory=dict)
 
     @property
     def stored_nbytes(self) -> int:
@@ -194,7 +209,7 @@ class Unit:
     @property
     def in_store(self) -> bool:
         """Whether its weights are in the store, and not in files outside, which are only read."""
-        return self.bits is None and not any(place.sources for place in self.places)
+        return self.bits is None and not self.sources
 
     @property
     def read_only(self) -> str:
@@ -214,7 +229,7 @@ class Unit:
         found = []
         for place in self.places:
             offset = place.offset
-            for file, position, nbytes, packing in place.sources:
+            for file, position, nbytes, packing in self.sources.get(place, ()):
                 found.append((file, position, offset, nbytes, packing))
                 offset += nbytes
         return found
@@ -262,8 +277,8 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             start = pack.numel
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         absent = absent_like(parameter.shape, dtype, device)
-        state = GradientState(absent), OptimizerState()
-        place = Place(name, Binding(parameter, absent), parameter.shape, dtype, numel, tensor, start, 0, *state)
+        state = Binding(parameter, absent), GradientState(absent), OptimizerState()
+        place = Place(name, parameter.shape, dtype, numel, tensor, start, *state)
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)
@@ -274,8 +289,6 @@ def _assign_offsets(unit: Unit) -> None:
     for tensor in unit.tensors:
         tensor.offset = unit.nbytes
         unit.nbytes += tensor.nbytes
-        for place in tensor.places:
-            place.offset = tensor.offset + place.start * tensor.dtype.itemsize
 
 
 def partition(
