@@ -71,7 +71,7 @@ class OptimizerState:
     made: set[Plane] = field(default_factory=set)
     #: The moments of its projected gradient, where they are on the store.
     moments: StoreMoments | None = None
-    #: The optimizer that has claimed the states. Weak: its own parameters lead to it.
+    #: The optimizer that has claimed the states. Weak: once the program has deleted it, another may claim them.
     _owner: weakref.ref[Any] | None = None
 
     def claim(self, optimizer: Any, rule: Rule) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.errors import MemascendError
 from memascend.offloading.stand_ins import early_gradient
-from memascend.optim.homes import OnModel
+from memascend.optim.on_model import OnModel
 from memascend.optim.room import missing_planes
 from memascend.residency.updates import Segment
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from memascend._memascend import StepScalars
     from memascend.offloading.session import Session
-    from memascend.optim.homes import Home, Homes
+    from memascend.optim.home import Home
+    from memascend.optim.homes import Homes
     from memascend.optim.rules import Algorithm
 
 

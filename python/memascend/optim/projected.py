@@ -24,7 +24,7 @@ from memascend.layout.shards import channels_of
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.places import ranks_of
 from memascend.optim import joined_factors
-from memascend.optim.homes import OnModel
+from memascend.optim.on_model import OnModel
 from memascend.optim.step import FACTORS_AT_ONCE
 from memascend.residency.updates import Measured
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import ProjectedGradient
     from memascend.offloading.session import Session
-    from memascend.optim.homes import Home
+    from memascend.optim.home import Home
     from memascend.optim.room import Room
     from memascend.residency.updates import Segment
 

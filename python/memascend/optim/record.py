@@ -10,7 +10,7 @@ from memascend.durable import exact_json
 from memascend.errors import CheckpointError
 from memascend.layout.parameter_state import StoreMoments
 from memascend.layout.units import StorePlane, as_held
-from memascend.optim.homes import OnModel
+from memascend.optim.on_model import OnModel
 from memascend.optim.room import Room
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memascend.durable.protocols import Session
-    from memascend.optim.homes import Home, Homes
+    from memascend.optim.home import Home
+    from memascend.optim.homes import Homes
 
 
 def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
