@@ -71,9 +71,9 @@ class MemascendRun:
     def update_bytes(self) -> int:
         """Return the bytes of host memory that one update of every parameter reads and writes."""
         planes = {
-            place.name: sum(plane.bytes(place.numel) for plane in place.rule.planes)
+            place.name: sum(plane.bytes(place.numel) for plane in place.states.rule.planes)
             for place in self.state.places
-            if place.rule is not None
+            if place.states.rule is not None
         }
         return sum(
             2 * (place.nbytes + planes[place.name]) + place.nbytes

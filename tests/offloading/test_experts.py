@@ -306,7 +306,7 @@ def test_weights_that_change_before_the_backward_pass_are_refused(offloaded: Cal
     model = adapt(pieces(offloaded, build("qwen3_moe"), recompute=False))
     loss = model(**batch(1)).loss
     place = next(unit for unit in offload_of(model).units if unit.is_experts).tensors[0].places[0]
-    place.version += 1
+    place.binding.version += 1
     with pytest.raises(MemascendError, match="changed since the forward pass"):
         loss.backward()
 

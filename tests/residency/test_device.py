@@ -171,7 +171,9 @@ def test_apollo_projects_gradients_where_they_are(
         trace = run(model)
     tiny.assert_same(trace, expected)
     assert bool(projected) == compiles
-    large = [place for place in memascend.offload_of(model).places if not place.tensor.packed and place.projected]
+    large = [
+        place for place in memascend.offload_of(model).places if not place.tensor.packed and place.gradient.projected
+    ]
     assert bool(large) == compiles
 
 

@@ -83,8 +83,7 @@ def _remove_overtaken(states: dict[str, Any], session: Session) -> None:
     """Remove the states, by parameter, that another optimizer has taken over."""
     places = {place.name: place for place in session.places}
     for name in list(states):
-        owner = places[name].owner
-        if owner is not None and owner() is not None:
+        if places[name].states.owner is not None:
             del states[name]
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class Gradients(Protocol):
     """The captured gradients of a session; see `memascend.offloading.gradients.GradientCapture`."""
 
+    def note_used(self, place: Place, /) -> None:
+        """Note that the program uses a gradient, or its weight within a backward pass, beside `optimizer.step()`."""
+
     def values(self, place: Place, /) -> torch.Tensor:
         """Return a copy of a gradient: (elements of the parameter,)."""
 

@@ -86,12 +86,12 @@ def _describe_tensor(tensor: StoreTensor) -> dict[str, Any]:
             for plane, store_plane in tensor.planes.items()
             # States of a first step are not marked as written yet, but are by the time of the
             # commit.
-            if store_plane.written or any(plane in place.made for place in tensor.places)
+            if store_plane.written or any(plane in place.states.made for place in tensor.places)
         ],
         "moments": [
-            [place.name, place.moments.name, place.moments.numel]
+            [place.name, place.states.moments.name, place.states.moments.numel]
             for place in tensor.places
-            if place.moments is not None and place.moments.written
+            if place.states.moments is not None and place.states.moments.written
         ],
     }
 

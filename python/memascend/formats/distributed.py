@@ -22,6 +22,7 @@ from memascend.common.outputs import sync
 from memascend.errors import CheckpointError, MemascendError, StoreError
 from memascend.formats.saving import saved_buffers
 from memascend.offloading.api import sessions_of
+from memascend.offloading.binding import outdate_graphs
 from memascend.offloading.over_ranks import compare_checkpoints
 from memascend.offloading.places import place_of, ranks_of
 from memascend.offloading.together import raise_on_all, raising_on_all
@@ -359,8 +360,7 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
             session.streamer.discard(unit)
         session.fill(read, None)
         for place in session.places:
-            # Graphs made before the load are out of date.
-            place.version += 1
+            outdate_graphs(place)
     for parameter, key in keys.items():
         if place_of(parameter) is None:
             reader.read_into(key, parameter.detach())

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from torch import nn
-
 from memascend._memascend import return_large_blocks_to_system
 from memascend.durable.record import source_of
 from memascend.formats.heads import change_config
@@ -26,8 +24,9 @@ from memascend.formats.weights import Sources
 from memascend.layout.bits import BITS
 from memascend.layout.division import divide
 from memascend.layout.frozen_bits import quantise_units
-from memascend.layout.units import Unit, absent_like, partition
+from memascend.layout.units import Unit, partition
 from memascend.offloading import over_ranks
+from memascend.offloading.binding import materialise
 from memascend.offloading.native import store_paths
 from memascend.offloading.opening import open_session, opening
 from memascend.offloading.rank_hooks import hooks_for
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch import nn
 
     from memascend.offloading.computing import Computing
     from memascend.offloading.session import Session
@@ -244,20 +244,3 @@ def _fill(session: Session, sources: Sources, progress: Callable[[int, int], Non
     except BaseException:
         session.discard()
         raise
-
-
-def materialise(model: nn.Module, units: list[Unit]) -> None:
-    """Replace the meta parameters by CPU parameters that show NaN and occupy one element; tied ones stay tied."""
-    places = {place.parameter: place for unit in units for place in unit.places}
-    fresh: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if parameter not in fresh:
-                place = places.get(parameter)
-                absent = place.absent if place else absent_like(parameter.shape, parameter.dtype)
-                fresh[parameter] = nn.Parameter(absent, requires_grad=parameter.requires_grad)
-                if place:
-                    place.parameter = fresh[parameter]
-            module._parameters[name] = fresh[parameter]

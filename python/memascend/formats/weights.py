@@ -237,7 +237,7 @@ class Sources:
                     f"{place.name} is made of several tensors in {self.files.directory}, which are not one behind the "
                     "other in it, so that it cannot be read from there as it is: use frozen='store'"
                 )
-            place.sources = [self._located(place, key, externals) for key, _ in pieces]
+            place.tensor.unit.sources[place] = [self._located(place, key, externals) for key, _ in pieces]
 
     def _pieces_of(self, first_name: str) -> list[tuple[str, int]] | None:
         """Return the tensors that a parameter is read from, each with its first element there; None if it is made."""
@@ -251,7 +251,7 @@ class Sources:
     def _located(
         self, place: Place, key: str, externals: MappingOf[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, int, Packing | None]:
-        """Return the source of a parameter that is read from one tensor, a piece of `Place.sources`, or refuse it."""
+        """Return the source of a parameter that is read from one tensor, a piece of `Unit.sources`, or refuse it."""
         reader = self.files.where[key]
         entry = reader.entries[key]
         if isinstance(reader, QuantisedTensors):

@@ -23,19 +23,16 @@ def divide(units: Iterable[Unit], rank: int, ranks: int) -> None:
         for tensor in unit.tensors:
             shard = tensor.shard = Shard.of(tensor.numel, tensor.packed, rank, ranks)
             tensor.numel = shard.elements
-            begin, share_bytes = unit.nbytes, shard.elements * tensor.dtype.itemsize
-            tensor.offset = begin + rank * share_bytes
+            share_bytes = shard.elements * tensor.dtype.itemsize
+            tensor.offset = unit.nbytes + rank * share_bytes
             unit.nbytes += ranks * share_bytes
-            for place in tensor.places:
-                place.offset = begin + place.start * tensor.dtype.itemsize
 
 
 def whole_range(tensor: StoreTensor) -> tuple[int, int]:
     """Return the first byte of a divided tensor in its unit, and the bytes of all shares together."""
     shard = tensor.shard
     assert shard is not None, "the tensors of a group are divided"
-    share_bytes = shard.elements * tensor.dtype.itemsize
-    return tensor.offset - shard.rank * share_bytes, shard.ranks * share_bytes
+    return tensor.begin, shard.ranks * shard.elements * tensor.dtype.itemsize
 
 
 def part_of(place: Place, rank: int) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
-    """Mark the units and places whose weights are quantised to `bits`.
+    """Mark the units, and their places, whose weights are quantised to `bits`.
 
     Raises DataError for a model that has none.
     """
@@ -31,9 +31,7 @@ def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
             continue
         places = [place for place in unit.places if place.parameter in weights and _can_be(place)]
         if places:
-            unit.bits = bits
-            for place in places:
-                place.bits = bits
+            unit.bits, unit.quantised = bits, frozenset(places)
     if not any(unit.bits for unit in units):
         linear = [place for unit in units if unit.repeated for place in unit.places if place.parameter in weights]
         lacks, remedy = "no linear weights in repeated layers", ""

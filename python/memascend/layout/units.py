@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,13 +12,14 @@ from torch import nn
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
 from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
+from memascend.layout.parameter_state import Binding, GradientState, OptimizerState
 from memascend.layout.quantised import check_not_quantised
 from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
 
-    from memascend._memascend import Capture, ExternalFile, Packing, Plane, Projection, Rule, TensorId
+    from memascend._memascend import ExternalFile, Packing, Plane, TensorId
     from memascend.layout.shards import Shard
 
 #: Parameters below this size are packed with their neighbours and move as one tensor.
@@ -42,74 +43,40 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Place:
-    """Where one parameter lies: elements `start ..` of a store tensor, bytes `offset ..` of its unit."""
+    """Where one parameter lies: elements `start ..` of a store tensor. It never changes, but leads to what does."""
 
     name: str
-    parameter: nn.Parameter
     shape: torch.Size
     dtype: torch.dtype
     numel: int
     tensor: StoreTensor
     start: int
-    offset: int
-    #: The parameter's data while it is not resident: its shape and dtype, and NaN for every value.
-    absent: torch.Tensor
-    #: The value of `parameter.grad` while memascend keeps the gradient: a new one for every gradient, and a stand-in
-    #: for it (`memascend.offloading.stand_ins`).
-    marker: torch.Tensor
-    #: The classes of the parameter while its values are on SSD, and while they are in memory.
-    absent_class: type = nn.Parameter
-    resident_class: type = nn.Parameter
-    #: The parameter's version counter when its values came into memory.
-    shown_version: int = 0
-    #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
-    #: there, length in bytes here, and how the file has it, where that is quantised.
-    sources: Sequence[tuple[ExternalFile, int, int, Packing | None]] = ()
-    #: The bits that its values are quantised to as the model is opened (`layout.frozen_bits`); None where they stay.
-    bits: int | None = None
-    #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
-    #: date.
-    version: int = 0
-    #: Whether the backward pass has updated it, ahead of `optimizer.step()`.
-    early: bool = False
-    #: Whether no backward pass may update it: the program has used its gradient beside `optimizer.step()` (read, scaled
-    #: or added to it, or it is the program's own tensor), or its weight within a backward pass.
-    awaits_step: bool = False
-    #: How many graphs' nodes have saved it, by name.
-    saved_names: int = 0
-    #: Whether memascend keeps a gradient.
-    held: bool = False
-    #: The value that every element of the gradient was set to since (`zero_grad(set_to_none=False)`).
-    filled: float | None = None
-    #: Gradients that memascend has taken over so far, and how often one was added to another.
-    captured: int = 0
-    added: int = 0
-    #: The gradient's sum of squares, and whether a value is infinite or NaN.
-    sum_squares: float = 0.0
-    non_finite: bool = False
-    #: The captures under way from a device: of the gradient, which will give `sum_squares` and `non_finite`, and of
-    #: its projection.
-    capturing: list[Capture] = field(default_factory=list)
-    #: The optimizer whose states are on the store (a weak reference), its rule, and the planes it
-    #: has made.
-    owner: Any = None
-    rule: Rule | None = None
-    made: set[Plane] = field(default_factory=set)
-    #: How the present gradient was projected when it was captured (APOLLO), if it was, and the number of the result in
-    #: the store.
-    projection: Projection | None = None
-    projected: tuple[int, int] | None = None
-    #: The moments of its projected gradient, where they are on the store.
-    moments: StoreMoments | None = None
-    #: Autograd hooks that take over gradients.
-    hooks: list[Any] = field(default_factory=list)
+    binding: Binding
+    gradient: GradientState
+    states: OptimizerState
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter of the model."""
+        return self.binding.parameter
 
     @property
     def nbytes(self) -> int:
         """Size of the parameter in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        """Its first byte in its unit."""
+        return self.tensor.begin + self.start * self.dtype.itemsize
+
+    @property
+    def bits(self) -> int | None:
+        """The bits that its values are quantised to as the model is opened; None where they stay."""
+        unit = self.tensor.unit
+        return unit.bits if self in unit.quantised else None
 
     @property
     def stored(self) -> tuple[int, int, int]:
@@ -134,26 +101,9 @@ class Place:
 
     def show(self, storage: torch.Tensor) -> None:
         """Bind the parameter to its values in its unit's bytes (uint8)."""
-        parameter = self.parameter
-        # Neither class of an offloaded parameter has an ordinary `data`.
-        parameter.__class__ = nn.Parameter
         # A view made in inference mode would not count writes.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            parameter.data = self.view(storage)
-        parameter.__class__ = self.resident_class
-        self.shown_version = parameter._version
-
-    @property
-    def written(self) -> bool:
-        """Whether the parameter, which shows its values, was written to since it began to show them."""
-        return self.parameter._version != self.shown_version
-
-    def hide(self) -> None:
-        """Unbind the parameter: it stands for values that are on SSD."""
-        parameter = self.parameter
-        parameter.__class__ = nn.Parameter
-        parameter.data = self.absent
-        parameter.__class__ = self.absent_class
+            self.binding.show(self.view(storage))
 
 
 @dataclass(slots=True, eq=False)
@@ -165,17 +115,6 @@ class StorePlane:
     name: str
     id: TensorId
     #: Whether it was written; an unwritten plane is zeros.
-    written: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class StoreMoments:
-    """Both moments of one parameter's projected gradient on SSD: (2, channels, rank) float32."""
-
-    name: str
-    id: TensorId
-    numel: int
-    #: Whether they were written; otherwise they are zeros.
     written: bool = False
 
 
@@ -214,6 +153,12 @@ class StoreTensor:
         self.gradient_dtype = self.dtype
 
     @property
+    def begin(self) -> int:
+        """The first byte in the unit of all ranks' shares together."""
+        shard = self.shard
+        return self.offset if shard is None else self.offset - shard.rank * shard.elements * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Size of the weights in bytes, rounded up to whole pages."""
         return round_up(self.numel * self.dtype.itemsize, PAGE_BYTES)
@@ -246,9 +191,13 @@ class Unit:
     tensors: list[StoreTensor] = field(default_factory=list)
     nbytes: int = 0
     index: int = -1
-    #: The bits that linear weights of it are quantised to as the model is opened. All of it is then in a file beside
-    #: the store (`layout.frozen_bits`).
+    #: The bits that some of its weights are quantised to as the model is opened, and which weights. All of the unit is
+    #: then in a file beside the store (`layout.frozen_bits`).
     bits: int | None = None
+    quantised: Set[Place] = frozenset()
+    #: Of frozen weights that are not on the store: the pieces that each is read from, one behind the other: file,
+    #: offset there, length in bytes here, and how the file has it, where that is quantised.
+    sources: dict[Place, Sequence[tuple[ExternalFile, int, int, Packing | None]]] = field(default_factory=dict)
 
     @property
     def stored_nbytes(self) -> int:
@@ -260,7 +209,7 @@ class Unit:
     @property
     def in_store(self) -> bool:
         """Whether its weights are in the store, and not in files outside, which are only read."""
-        return self.bits is None and not any(place.sources for place in self.places)
+        return self.bits is None and not self.sources
 
     @property
     def read_only(self) -> str:
@@ -280,7 +229,7 @@ class Unit:
         found = []
         for place in self.places:
             offset = place.offset
-            for file, position, nbytes, packing in place.sources:
+            for file, position, nbytes, packing in self.sources.get(place, ()):
                 found.append((file, position, offset, nbytes, packing))
                 offset += nbytes
         return found
@@ -328,7 +277,8 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             start = pack.numel
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         absent = absent_like(parameter.shape, dtype, device)
-        place = Place(name, parameter, parameter.shape, dtype, numel, tensor, start, 0, absent, marker=absent)
+        state = Binding(parameter, absent), GradientState(absent), OptimizerState()
+        place = Place(name, parameter.shape, dtype, numel, tensor, start, *state)
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)
@@ -339,8 +289,6 @@ def _assign_offsets(unit: Unit) -> None:
     for tensor in unit.tensors:
         tensor.offset = unit.nbytes
         unit.nbytes += tensor.nbytes
-        for place in tensor.places:
-            place.offset = tensor.offset + place.start * tensor.dtype.itemsize
 
 
 def partition(

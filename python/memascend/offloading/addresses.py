@@ -146,7 +146,7 @@ def storage_of(tensor: torch.Tensor) -> StandInStorage:
     key: Any = place
     if source is not None and source.is_gradient:
         kept_gradient(tensor)
-        storages, key = _of_gradients, place.marker
+        storages, key = _of_gradients, place.gradient.marker
     storage = storages.get(key)
     if storage is None:
         storage = storages[key] = StandInStorage(place.name, place.nbytes, device)

@@ -84,9 +84,9 @@ class EarlyUpdates:
     def _optimizer_of(self, place: Place) -> Optimizer | None:
         """Return the optimizer that may update a parameter now; None if the update waits for `step`."""
         tensor = place.tensor
-        if place.awaits_step or not updates_early(tensor) or not self._backward.can_update(tensor):
+        if place.gradient.awaits_step or not updates_early(tensor) or not self._backward.can_update(tensor):
             return None
-        optimizer = None if place.owner is None or place.saved_names else place.owner()
+        optimizer = None if place.binding.saved_names else place.states.owner
         return optimizer if optimizer is not None and self._generations.allows_early(optimizer) else None
 
     def _update(self, tensor: StoreTensor, segment: Segment) -> Update:
@@ -95,10 +95,10 @@ class EarlyUpdates:
     def _note_taken(self, place: Place, optimizer: Optimizer, segment: Segment) -> None:
         """Note that the update of a parameter was started."""
         optimizer.took_early(place.parameter, segment)
-        place.early, place.filled = True, None
-        place.captured += 1
-        place.marker = make_marker(place)
-        place.parameter.grad = place.marker
+        place.gradient.early, place.gradient.filled = True, None
+        place.gradient.captured += 1
+        place.gradient.marker = make_marker(place)
+        place.parameter.grad = place.gradient.marker
 
     def _is_viewed(self, place: Place) -> bool:
         """Return whether a part of the graph that gives the weight no gradient may still read it in place."""
@@ -135,7 +135,7 @@ class EarlyUpdates:
     def confirm(self, places: list[Place]) -> None:
         """Note that `optimizer.step()` has followed the updates of `places`."""
         for place in places:
-            place.early = False
+            place.gradient.early = False
         self._streamer.confirm_early()
         self._release()
 

@@ -77,8 +77,6 @@ class EarlyUpdatesOnDevice(EarlyUpdates):
             applying = self._backward.update_from_device(
                 self._update(place.tensor, segment), held[0].data_ptr(), ready, measured
             )
-            if place.moments is not None:
-                place.moments.written = True
             self._applying[place] = applying
             self._note_taken(place, optimizer, segment)
         self.hold(applying, ready, held)

@@ -90,7 +90,7 @@ class GradientCapture:
     def watch(self, place: Place) -> None:
         """Capture the gradients of a parameter from now on, if it is trained."""
         parameter = place.parameter
-        if place.hooks or not parameter.requires_grad:
+        if place.gradient.hooks or not parameter.requires_grad:
             return
 
         def before(_: Any) -> None:
@@ -114,20 +114,20 @@ class GradientCapture:
         # The program's own hooks see the captured gradient, wherever it has registered them.
         hooks: Any = parameter._post_accumulate_grad_hooks
         hooks.move_to_end(captured.id, last=False)
-        place.hooks = [_HeldNode(node, node.register_prehook(before)), captured]
+        place.gradient.hooks = [_HeldNode(node, node.register_prehook(before)), captured]
 
     def _before(self, place: Place) -> None:
         """Prepare for autograd to accumulate a gradient."""
         parameter = place.parameter
         self._accumulating.discard(place)  # A backward pass that failed may have left it.
-        if parameter.grad is not None and parameter.grad is not place.marker:
-            place.awaits_step = True  # Autograd adds to a tensor of the program's, which it may go on to use.
+        if parameter.grad is not None and parameter.grad is not place.gradient.marker:
+            place.gradient.awaits_step = True  # Autograd adds to a tensor of the program's, which it may go on to use.
         self.settle(place)
         gradient = parameter.grad
-        if gradient is place.marker:
-            if place.early:
+        if gradient is place.gradient.marker:
+            if place.gradient.early:
                 raise MemascendError(early_gradient(place.name))
-            if not place.held:
+            if not place.gradient.held:
                 raise MemascendError(
                     f"the gradient of {place.name} was consumed by optimizer.step(), or lost in a backward pass that "
                     "failed, so that no other can be added to it: call optimizer.zero_grad() before the next backward()"
@@ -141,9 +141,9 @@ class GradientCapture:
 
     def unwatch(self, place: Place) -> None:
         """Stop capturing: PyTorch keeps the parameter's gradients again."""
-        for hook in place.hooks:
+        for hook in place.gradient.hooks:
             hook.remove()
-        place.hooks = []
+        place.gradient.hooks = []
 
     def capture(self, place: Place, accumulate: bool) -> None:
         """Move `parameter.grad`, a tensor of values, out of memory; `accumulate` adds it to the one captured before.
@@ -175,9 +175,9 @@ class GradientCapture:
         gradient = place.parameter.grad
         if gradient is None:  # A function gave None for the gradient.
             if accumulate:
-                place.parameter.grad = place.marker
+                place.parameter.grad = place.gradient.marker
             return None
-        place.parameter.grad = place.marker if accumulate else None
+        place.parameter.grad = place.gradient.marker if accumulate else None
         if gradient.is_sparse:
             raise ValueError(f"{place.name} has a sparse gradient, which memascend does not support: use sparse=False")
         if gradient.requires_grad:
@@ -186,28 +186,28 @@ class GradientCapture:
                 f"backward(create_graph=True) gives {place.name} a gradient with a graph, which cannot be kept on SSD: "
                 "use torch.autograd.grad(loss, parameters, create_graph=True)"
             )
-        if place.early:
+        if place.gradient.early:
             raise MemascendError(early_gradient(place.name))
-        place.awaits_step |= accumulate
+        place.gradient.awaits_step |= accumulate
         return gradient
 
     def _note_kept(self, place: Place, accumulate: bool) -> None:
         """Note that a new gradient is kept, or was added to the one that is; `parameter.grad` stands for it."""
-        place.held = True
+        place.gradient.held = True
         if accumulate:
-            place.added += 1
+            place.gradient.added += 1
         else:
-            place.captured += 1
+            place.gradient.captured += 1
             # The stand-in of an earlier gradient must not show this one.
-            place.marker = make_marker(place)
-        place.parameter.grad = place.marker
+            place.gradient.marker = make_marker(place)
+        place.parameter.grad = place.gradient.marker
 
     def _keep(self, place: Place, gradient: torch.Tensor, accumulate: bool, stays: bool = True) -> None:
         """Put a contiguous gradient into memascend's keeping, or add it to the one there.
 
         One that `stays` may be kept on the device, where later ones are added to it in place.
         """
-        place.filled = place.projection = None
+        place.gradient.filled = place.gradient.projection = None
         if self.device is None:
             gradient_id, start = self._room_of(place)
             self._keep_from_host(gradient_id, place, gradient, start, accumulate)
@@ -227,19 +227,19 @@ class GradientCapture:
     ) -> None:
         projection = self._projection_of(place)
         if projection is None:
-            place.sum_squares, place.non_finite = self.runtime.capture(
+            place.gradient.sum_squares, place.gradient.non_finite = self.runtime.capture(
                 gradient_id, start, gradient.data_ptr(), place.numel, accumulate
             )
             return
         projected = self._allocate_projected(place, projection)
-        place.sum_squares, place.non_finite = self.runtime.capture_projected(
+        place.gradient.sum_squares, place.gradient.non_finite = self.runtime.capture_projected(
             gradient_id, gradient.data_ptr(), accumulate, projection, projected, torch.get_num_threads()
         )
-        place.projection = projection
+        place.gradient.projection = projection
 
     def _projection_of(self, place: Place) -> Projection | None:
         """Return how a gradient is projected as it is captured, if it is."""
-        optimizer = None if place.owner is None else place.owner()
+        optimizer = place.states.owner
         # The gradients of a pack stay in memory: they are projected in the step.
         return None if optimizer is None or place.tensor.packed else optimizer.projection_of(place.parameter)
 
@@ -248,17 +248,17 @@ class GradientCapture:
 
         It is a gradient of bfloat16, of two elements for each float32.
         """
-        if place.projected is None or place.projected[1] != projection.numbers:
+        if place.gradient.projected is None or place.gradient.projected[1] != projection.numbers:
             name = f"{place.name}.projected"
             number = self.runtime.create_gradient(
                 place.tensor.unit.index, name, "bfloat16", 2 * projection.numbers, "bfloat16"
             )
-            place.projected = number, projection.numbers
-        return place.projected[0]
+            place.gradient.projected = number, projection.numbers
+        return place.gradient.projected[0]
 
     def _keep_blocks(self, place: Place, gradient: TableGradient, accumulate: bool) -> None:
         """Put the gradient of a table into the store's keeping block by block, or add it to the one there."""
-        place.filled = place.projection = None
+        place.gradient.filled = place.gradient.projection = None
         try:
             if accumulate:
                 self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
@@ -271,11 +271,11 @@ class GradientCapture:
                     ranges.add(block.contiguous().data_ptr(), block.numel())
             else:
                 add_from_device(ranges, blocks, self.streamer, self.device)
-            place.sum_squares, place.non_finite = ranges.end()
+            place.gradient.sum_squares, place.gradient.non_finite = ranges.end()
         except BaseException:
             # Some blocks are there, and others are not. The sum of earlier backward passes is gone, and reading it or
             # adding to it is refused.
-            place.held, place.parameter.grad = False, place.marker if accumulate else None
+            place.gradient.held, place.parameter.grad = False, place.gradient.marker if accumulate else None
             raise
 
     def _capture_from_device(
@@ -295,7 +295,8 @@ class GradientCapture:
             try:
                 self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
             except BaseException:
-                place.parameter.grad = place.marker  # The next step raises the error again; zero_grad clears it.
+                # The next step raises the error again; zero_grad clears it.
+                place.parameter.grad = place.gradient.marker
                 raise
         ready = device.record()
         capture = self.runtime.capture_from_device(
@@ -307,7 +308,7 @@ class GradientCapture:
             ready,
             None if sums is None else sums.addresses,
         )
-        place.capturing = [capture]
+        place.gradient.capturing = [capture]
         held = (gradient,) if sums is None else (gradient, sums.memory)
         self._leaving.append((capture, ready, gradient.nbytes, held))
         self._leaving_bytes += gradient.nbytes
@@ -316,8 +317,8 @@ class GradientCapture:
             capture = self.runtime.capture_from_device(
                 projected, 0, numbers.data_ptr(), 2 * projection.numbers, False, ready, None
             )
-            place.capturing.append(capture)
-            place.projection = projection
+            place.gradient.capturing.append(capture)
+            place.gradient.projection = projection
             self._leaving.append((capture, ready, numbers.nbytes, (numbers,)))
             self._leaving_bytes += numbers.nbytes
         self._release(self.in_flight_bytes)
@@ -365,12 +366,12 @@ class GradientCapture:
         """
         if place in self.sums:
             self._bring_down()  # all of them: a step, which usually asks for one, asks for the others next
-        if place.capturing:
+        if place.gradient.capturing:
             with self.timeline.waiting("d2h"):
-                place.sum_squares, place.non_finite = place.capturing[0].wait()
-                for projected in place.capturing[1:]:
+                place.gradient.sum_squares, place.gradient.non_finite = place.gradient.capturing[0].wait()
+                for projected in place.gradient.capturing[1:]:
                     projected.wait()
-            place.capturing = []
+            place.gradient.capturing = []
             self._release(self.in_flight_bytes)
 
     def allocate(self, tensor: StoreTensor) -> int:
@@ -395,28 +396,55 @@ class GradientCapture:
     def settle(self, place: Place) -> None:
         """Make a gradient that was filled with a value, as by `zero_grad(set_to_none=False)`, an ordinary tensor."""
         parameter = place.parameter
-        if parameter.grad is place.marker and place.filled is not None:
+        if parameter.grad is place.gradient.marker and place.gradient.filled is not None:
             self._discard(place)
             parameter.grad = self.values(place).view(place.shape)
-            place.filled, place.held = None, False
+            place.gradient.filled, place.gradient.held = None, False
+
+    def note_used(self, place: Place) -> None:
+        """Note that the program uses a gradient, or its weight within a backward pass, beside `optimizer.step()`.
+
+        From then on the parameter's updates wait for the step (`memascend.offloading.early`).
+        """
+        place.gradient.awaits_step = True
+
+    def stats(self, place: Place) -> tuple[float, bool]:
+        """Return the sum of squares of a finished gradient, and whether a value is infinite or NaN."""
+        self.note_used(place)
+        return place.gradient.sum_squares, place.gradient.non_finite
+
+    def take_projected(self, place: Place, projection: Projection) -> int | None:
+        """Return the number in the store of a gradient as `projection` projects it, once; None where it is not there.
+
+        It is there if the gradient was projected so when it was captured.
+        """
+        if place.gradient.projection == projection:
+            assert place.gradient.projected is not None, "the projection was stored"
+            place.gradient.projection = None
+            return place.gradient.projected[0]
+        return None
+
+    def consume(self, place: Place) -> None:
+        """Note that a step has taken a gradient: it refuses to be read or added to until `zero_grad`."""
+        place.gradient.held = False
 
     def fill(self, place: Place, value: float) -> None:
         """Set every element of a parameter's gradient to a value."""
-        if place.early:
+        if place.gradient.early:
             raise MemascendError(early_gradient(place.name))
         self._discard(place)
         # In the stored dtype: a value that overflows there is not finite.
         value = torch.full((), value, dtype=place.dtype).to(place.tensor.gradient_dtype).item()
-        place.held, place.filled = True, value
-        place.sum_squares, place.non_finite = value * value * place.numel, not math.isfinite(value)
-        place.added += 1
+        place.gradient.held, place.gradient.filled = True, value
+        place.gradient.sum_squares, place.gradient.non_finite = value * value * place.numel, not math.isfinite(value)
+        place.gradient.added += 1
 
     def values(self, place: Place) -> torch.Tensor:
         """Return a copy of the gradient that memascend keeps: (elements of the parameter,), where it computes."""
-        device = place.absent.device
-        place.awaits_step = True
-        if place.filled is not None:
-            return torch.full((place.numel,), place.filled, dtype=place.dtype, device=device)
+        device = place.binding.absent.device
+        self.note_used(place)
+        if place.gradient.filled is not None:
+            return torch.full((place.numel,), place.gradient.filled, dtype=place.dtype, device=device)
         self.finish(place)
         tensor = place.tensor
         assert tensor.gradient is not None, "a marker stands for a gradient in the store"
@@ -428,39 +456,39 @@ class GradientCapture:
 
     def replace(self, place: Place, values: torch.Tensor) -> None:
         """Keep `values`, (elements of the parameter,), instead of the present gradient."""
-        place.awaits_step = True
+        self.note_used(place)
         # The update that waits for the step's gradient reads it from where the new one goes.
         self.streamer.updates.apply(place.tensor.unit)
         self._discard(place)
         self._keep(place, values, accumulate=False, stays=False)
-        place.added += 1
+        place.gradient.added += 1
 
     def clear(self, place: Place) -> None:
         """Discard a parameter's gradient, as `zero_grad` does."""
-        if place.early:
+        if place.gradient.early:
             raise MemascendError(early_gradient(place.name))
         self._discard(place)
         # A step has taken the gradient if it is not held, or was filled since: the update that waits
         # for it needs it.
-        held = place.held and place.filled is None
-        if place.parameter.grad is place.marker and held and not place.tensor.packed:
+        held = place.gradient.held and place.gradient.filled is None
+        if place.parameter.grad is place.gradient.marker and held and not place.tensor.packed:
             gradient_id = place.tensor.gradient
             assert gradient_id is not None, "a marker stands for a gradient in the store"
             self.runtime.clear_gradient(gradient_id)
-            if place.projection is not None and place.projected is not None:
-                self.runtime.clear_gradient(place.projected[0])
-        place.projection = None
-        place.held, place.filled = False, None
+            if place.gradient.projection is not None and place.gradient.projected is not None:
+                self.runtime.clear_gradient(place.gradient.projected[0])
+        place.gradient.projection = None
+        place.gradient.held, place.gradient.filled = False, None
         place.parameter.grad = None
         self._accumulating.discard(place)
 
     def _discard(self, place: Place) -> None:
         """Forget a gradient, and wait for the end of its copy, even if that fails."""
         self.sums.take(place)
-        for capture in place.capturing:
+        for capture in place.gradient.capturing:
             with suppress(MemascendError):
                 capture.wait()
-        place.capturing = []
+        place.gradient.capturing = []
 
     def complete(self) -> None:
         """Complete the gradients of the last backward pass; in one process they are complete."""

@@ -39,6 +39,7 @@ from memascend.errors import FORKED, MemascendError
 from memascend.layout.units import CPU, as_held
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation, refuse_overwritten
+from memascend.offloading.binding import disguise
 from memascend.offloading.buffers import collected_by_checkpoint, version_of
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
@@ -46,7 +47,7 @@ from memascend.offloading.native import close_when_unused, warn_of
 from memascend.offloading.places import place_of, register
 from memascend.offloading.resizing import resize
 from memascend.offloading.session import stale
-from memascend.offloading.stand_ins import disguise, is_stand_in
+from memascend.offloading.stand_ins import is_stand_in
 from memascend.offloading.torch_functions import check_transforms, conceal, refuse_other_optimizers
 from memascend.vocabulary.known import remember
 
@@ -74,12 +75,12 @@ class _SavedWeight:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         #: Elements before the first one, in the unit's bytes.
         self.offset = offset
-        place.saved_names += 1
+        place.binding.saved_names += 1
 
     def __del__(self) -> None:
         # Dynamo makes objects without attributes while it traces.
         if hasattr(self, "place"):
-            self.place.saved_names -= 1
+            self.place.binding.saved_names -= 1
 
 
 class _Saved:
@@ -189,7 +190,7 @@ class Hooks:
             if not is_stand_in(place.parameter):
                 place.parameter.grad = None
             disguise(place)
-            self._absent[place.absent.data_ptr()] = place
+            self._absent[place.binding.absent.data_ptr()] = place
             session.gradients.watch(place)
         refuse_other_optimizers()
         meet_libraries()
@@ -502,7 +503,7 @@ class Hooks:
             for place in session.places:
                 if moved:
                     session.gradients.unwatch(place)
-                if not place.hooks:
+                if not place.gradient.hooks:
                     session.gradients.watch(place)
 
     def as_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -579,7 +580,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _version(place: Place) -> tuple[int, int]:
     """Count the steps taken on a parameter, and the program's writes to it."""
     with as_held():
-        return place.version, place.parameter._version
+        return place.binding.version, place.parameter._version
 
 
 @contextmanager

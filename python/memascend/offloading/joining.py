@@ -136,10 +136,10 @@ class JoinedGradients(GradientCapture):
         begin = 0
         for place, (sums, _) in joined.items():
             end = begin + len(sums)
-            place.sum_squares = 0.0
+            place.gradient.sum_squares = 0.0
             for value in every[:, begin:end].flatten().tolist():
-                place.sum_squares += value
-            place.non_finite = bool(every[:, end].any())
+                place.gradient.sum_squares += value
+            place.gradient.non_finite = bool(every[:, end].any())
             begin = end + 1
 
     # ---- the exchange of a unit's gradients -------------------------------------------------------------
@@ -150,7 +150,7 @@ class JoinedGradients(GradientCapture):
             return
         action = f"exchange the gradients of {unit.name}"
         with span(action):
-            flags = [NEW * (p in self._new) | KEPT * (p.parameter.grad is p.marker) for p in places]
+            flags = [NEW * (p in self._new) | KEPT * (p.parameter.grad is p.gradient.marker) for p in places]
             every = self.ranks.collect(action, torch.tensor(flags, dtype=torch.uint8)).tolist()
             self._check_kept(places, every)
             owners = [[bool(flags[at] & NEW) for flags in every] for at in range(len(places))]
@@ -169,7 +169,7 @@ class JoinedGradients(GradientCapture):
                     f"the gradient of {place.name} was kept from an earlier backward pass by rank {kept[0]}, but not "
                     "by all ranks: call optimizer.zero_grad() on every rank alike"
                 )
-            if kept and not place.held and any(flags[at] & NEW for flags in every):
+            if kept and not place.gradient.held and any(flags[at] & NEW for flags in every):
                 raise MemascendError(
                     f"the gradient of {place.name} was consumed by optimizer.step(), so that no other can be added to "
                     "it: call optimizer.zero_grad() before the next backward()"
@@ -219,7 +219,7 @@ class JoinedGradients(GradientCapture):
 
     def _join(self, place: Place, pieces: Sequence[torch.Tensor]) -> None:
         """Store or add to the sum of the pieces: (elements that this rank has of the place,) each."""
-        accumulate = place.parameter.grad is place.marker
+        accumulate = place.parameter.grad is place.gradient.marker
         gradient = self.allocate(place.tensor)
         blocks = 1 if place.tensor.packed else -(-place.tensor.numel // GRADIENT_BLOCK)
         stats = [(0.0, False)] * blocks
@@ -231,7 +231,7 @@ class JoinedGradients(GradientCapture):
         elif len(pieces[0]):
             self._add_blocks(gradient, place, pieces, accumulate, stats)
         self._joined[place] = [sum_squares for sum_squares, _ in stats], any(bad for _, bad in stats)
-        place.filled = place.projection = None
+        place.gradient.filled = place.gradient.projection = None
         self._note_kept(place, accumulate)
 
     def _add_blocks(

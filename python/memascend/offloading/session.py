@@ -123,7 +123,7 @@ class Session:
             self.runtime.close(keep=resume)
             raise
         #: The files of frozen weights, which are read in place and not copied to the store.
-        self.files = list({file for place in self.places for file, *_ in place.sources})
+        self.files = list({file for unit in self.units for file, *_ in unit.outside})
         self.notices += slow_tuning(options.tuning, self.device, self.files)
         if self.device is None:
             warn_of_slow(place.dtype for place in self.places)
@@ -262,7 +262,7 @@ class Session:
         self.generations.changed()
 
     def read_outside(self, unit: Unit) -> None:
-        """Have a unit that is not in the store be read from the `sources` that its places have now."""
+        """Have a unit that is not in the store be read from the `sources` that it has now."""
         self.files = list(dict.fromkeys([*self.files, *(file for file, *_ in unit.outside)]))
         self.runtime.read_from_files(unit.index, unit.outside)
 
@@ -454,7 +454,7 @@ class Session:
         for place in self.places:
             self.gradients.unwatch(place)
             place.parameter.grad = None
-            place.hide()
+            place.binding.hide()
 
     def unused(self, attachment: Attachment, model: nn.Module) -> None:
         """Have the session closed: the collector has found that nothing can use its model any more."""
@@ -474,8 +474,7 @@ class Session:
         forget(self)
         for unit in (unit for unit in self.units if unit.bits is not None and unit.outside):
             # Their files have no names: the room on the drive is free when nothing has them open.
-            for place in unit.places:
-                place.sources = ()
+            unit.sources.clear()
             self.runtime.read_from_files(unit.index, [])
             self.files = []
         try:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 import torch
 from torch import nn
 
+from memascend.common.graphs import in_backward
 from memascend.errors import MemascendError
 from memascend.layout.units import as_held
 from memascend.offloading.buffers import version_of
@@ -147,16 +148,6 @@ class ResidentParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
-def disguise(place: Place) -> None:
-    """Have the parameter at `place` be a stand-in from now on, whenever its values are not in memory."""
-    kind = type(place.parameter)
-    place.absent_class = OffloadedParameter
-    # A program's own kind of parameter has its own class while its values are in memory.
-    place.resident_class = ResidentParameter if kind in (nn.Parameter, OffloadedParameter) else kind
-    place.marker = make_marker(place)
-    place.hide()
-
-
 def run_functions_by(run: Callable[[Callable, tuple, dict[str, Any]], Any]) -> None:
     """Have `run(func, args, kwargs)` run the functions of PyTorch that are called with stand-ins."""
     _StandIn.run = staticmethod(run)
@@ -169,7 +160,7 @@ def is_stand_in(tensor: Any) -> TypeGuard[torch.Tensor]:
 
 def make_marker(place: Place) -> torch.Tensor:
     """Return a new stand-in for the gradient of a parameter."""
-    marker = place.absent.detach()
+    marker = place.binding.absent.detach()
     source = whole_of(place)
     source.is_gradient, source.marker = True, weakref.ref(marker)
     return OffloadedTensor.become(marker, source)
@@ -184,11 +175,13 @@ def kept_gradient(tensor: Any) -> tuple[Place, bool] | None:
     if source is None or not source.is_gradient:
         return None
     place = source.place()
-    if place is not None and place.early:
+    if place is not None and place.gradient.early:
         raise MemascendError(early_gradient(place.name))
-    if place is None or not place.held or place.marker is not source.marker():
+    if place is None or not place.gradient.held or place.gradient.marker is not source.marker():
         raise MemascendError(_gone("a parameter" if place is None else place.name))
-    place.awaits_step = True
+    located = place_of(place.parameter)
+    if located is not None:
+        located[0].gradients.note_used(place)
     whole = whole_of(place)
     return place, (source.dtype, source.size, source.offset) == (whole.dtype, whole.size, whole.offset)
 
@@ -333,6 +326,9 @@ def lent_values(tensor: torch.Tensor) -> Iterator[Loan]:
         return
     unit = place.tensor.unit
     with session.streamer.lend(unit) as storage:
+        if in_backward():
+            for used in unit.places:
+                session.gradients.note_used(used)
         with torch.inference_mode(False):
             stored = storage[place.offset : place.offset + place.nbytes].view(place.dtype)
         shown = _Showing(tensor, source, stored) if source is not None else _ShowingAll(place, storage)
@@ -359,8 +355,8 @@ class _ShowingAll:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.written = self._place.written
-        self._place.hide()
+        self.written = self._place.binding.written
+        self._place.binding.hide()
 
 
 def whole_of(place: Place) -> Source:

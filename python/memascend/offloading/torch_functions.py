@@ -264,7 +264,7 @@ def _set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     """Set `parameter.grad`. The gradient of another parameter is copied: later it may be gone."""
     if is_stand_in(value):
         located, kept = locate(parameter), kept_gradient(value)
-        if kept is None or kept[0] is not located[1] or value is not kept[0].marker:
+        if kept is None or kept[0] is not located[1] or value is not kept[0].gradient.marker:
             value = copy_of(value)
     with as_held():
         parameter.grad = value
@@ -279,7 +279,7 @@ def _fill(tensor: torch.Tensor, value: Any = 0.0) -> torch.Tensor:
     """Fill a stand-in. The whole of a gradient is neither read nor written for that."""
     session, place, source = locate(tensor)
     # The gradient that a step has consumed has no values, but may get some.
-    if place.marker is tensor and source is not None and not isinstance(value, torch.Tensor):
+    if place.gradient.marker is tensor and source is not None and not isinstance(value, torch.Tensor):
         session.gradients.fill(place, float(value))
         return tensor
     _run_on_values(torch.Tensor.fill_, (tensor, value), {}, [tensor])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Projection, Rule
     from memascend.durable.protocols import Session
-    from memascend.optim.homes import Home
+    from memascend.optim.home import Home
     from memascend.optim.room import Room
     from memascend.residency.updates import Measured, Segment
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Projection, Rule, Runtime, StepScalars
     from memascend.durable.protocols import Session
     from memascend.layout.units import Place
-    from memascend.optim.homes import Home
+    from memascend.optim.home import Home
     from memascend.options import StorePaths
     from memascend.residency.updates import Measured, Segment
 

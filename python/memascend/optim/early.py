@@ -1,7 +1,8 @@
 """Steps that the backward pass takes ahead of `optimizer.step()`: which it may take, and that `step` confirms them.
 
 Whatever can be known to need a gradient before `step` makes its parameter wait: a first step, states that are to be
-made, a policy for gradients that are not finite, and a gradient that the program has used before (`Place.awaits_step`).
+made, a policy for gradients that are not finite, and a gradient that the program has used before
+(`GradientState.awaits_step`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.errors import MemascendError
 from memascend.offloading.stand_ins import early_gradient
-from memascend.optim.homes import OnModel
+from memascend.optim.on_model import OnModel
 from memascend.optim.room import missing_planes
 from memascend.residency.updates import Segment
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from memascend._memascend import StepScalars
     from memascend.offloading.session import Session
-    from memascend.optim.homes import Home, Homes
+    from memascend.optim.home import Home
+    from memascend.optim.homes import Homes
     from memascend.optim.rules import Algorithm
 
 
@@ -77,7 +79,12 @@ class EarlySteps:
         """Note that an update was started."""
         options = algorithm.factor_options(self._groups[parameter])
         self._scalars[parameter] = segment.scalars, options
-        self._homes.of(parameter).count(segment.rule)
+        home = self._homes.of(parameter)
+        # The native side finds the factors of a gradient that arrives in pieces, and writes the moments then.
+        moments = home.place.states.moments if segment.host is None and isinstance(home, OnModel) else None
+        if moments is not None:
+            moments.written = True
+        home.count(segment.rule)
 
     def confirm(self, algorithm: Algorithm, group: dict[str, Any], home: Home, nonfinite: str) -> OnModel | None:
         """Return the home of a parameter that is ahead of the step that is being taken.
@@ -88,7 +95,7 @@ class EarlySteps:
         if taken is None:
             return None
         assert isinstance(home, OnModel), "only parameters of offloaded models are updated early"
-        if home.parameter.grad is not home.place.marker:
+        if home.parameter.grad is not home.place.gradient.marker:
             raise MemascendError(early_gradient(home.name))
         rule = algorithm.rule(group, home.parameter)
         constants = self._constants(algorithm, group, home, home.next_step - 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memascend.optim.homes import Home
+    from memascend.optim.home import Home
 
     #: Returns the sum of squares of each gradient and whether it is not finite, as `Homes.gradient_stats` does.
     Measure = Callable[[Sequence[Home]], list[tuple[float, bool]]]

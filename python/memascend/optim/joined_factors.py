@@ -242,7 +242,7 @@ class _Turns:
 
 def _squares_of(matrix: Matrix, measured: ProjectedGradient) -> torch.Tensor:
     """Update the moments of the channels that were measured, and return their squares, (channels, 3) float64."""
-    squares, stored = torch.empty(measured.channels, 3, dtype=torch.float64), matrix.place.moments
+    squares, stored = torch.empty(measured.channels, 3, dtype=torch.float64), matrix.place.states.moments
     assert stored is not None, "room is made before a step"
     threads, options = torch.get_num_threads(), FactorOptions(**matrix.options)
     matrix.runtime.stored_squares(measured, stored.id, stored.written, threads, options, squares.data_ptr())

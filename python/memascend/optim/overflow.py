@@ -152,11 +152,11 @@ def check(
         _tell_autograd(listed, in_memory.copies)
     for place in offloaded.values():
         finish_gradient(place)
-    non_finite = non_finite or any(place.non_finite for place in offloaded.values())
+    non_finite = non_finite or any(place.gradient.non_finite for place in offloaded.values())
     total = None
     if norm:
         # In the order of the list, as the optimizer adds them.
-        sums |= {index: place.sum_squares for index, place in offloaded.items()}
+        sums |= {index: place.gradient.sum_squares for index, place in offloaded.items()}
         total = sum((sums[index] for index in sorted(sums)), start=0.0)
     return Overflow(non_finite, math.nan if norm and non_finite else total, on_devices)
 

@@ -24,7 +24,7 @@ from memascend.layout.shards import channels_of
 from memascend.layout.units import DTYPE_NAMES
 from memascend.offloading.places import ranks_of
 from memascend.optim import joined_factors
-from memascend.optim.homes import OnModel
+from memascend.optim.on_model import OnModel
 from memascend.optim.step import FACTORS_AT_ONCE
 from memascend.residency.updates import Measured
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import ProjectedGradient
     from memascend.offloading.session import Session
-    from memascend.optim.homes import Home
+    from memascend.optim.home import Home
     from memascend.optim.room import Room
     from memascend.residency.updates import Segment
 
@@ -67,7 +67,7 @@ def ask(home: Home, rank: int, room: Room) -> None:
     """
     shape = torch.Size(moments_shape(home, rank))
     if isinstance(home, OnModel):
-        moments = home.place.moments
+        moments = home.place.states.moments
         if moments is None:
             if shape.numel():
                 room.add_moments(home.session, home.place, shape.numel())
@@ -77,7 +77,7 @@ def ask(home: Home, rank: int, room: Room) -> None:
             there = shape.numel()
             if moments.numel != there:
                 home.session.runtime.remove_tensor(moments.id)
-                home.place.moments = None
+                home.place.states.moments = None
                 room.add_moments(home.session, home.place, there)
     else:
         there = 2 * home.state["exp_avg"].numel() if "exp_avg" in home.state else shape.numel()
@@ -124,7 +124,7 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
     measured, threads = _measure(group, home, segment), torch.get_num_threads()
     options = FactorOptions(**_factor_options(group, home, grad_scale))
     if isinstance(home, OnModel) and "exp_avg" not in state:
-        stored = home.place.moments
+        stored = home.place.states.moments
         assert stored is not None, "room is made before a step"
         segment.factors, norm = home.session.runtime.stored_factors(
             measured, stored.id, stored.written, threads, options
@@ -141,7 +141,7 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
 def measured(group: dict[str, Any], home: Home, projection: Projection, address: int) -> Measured | None:
     """Return the source of the factors of a parameter's next step; None where `ask` has not made its moments."""
     assert isinstance(home, OnModel), "other parameters are not updated early"
-    moments = home.place.moments
+    moments = home.place.states.moments
     if moments is None or moments.numel != torch.Size(moments_shape(home, projection.rank)).numel():
         return None
     options = FactorOptions(**_factor_options(group, home, 1.0))
@@ -193,10 +193,9 @@ def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGr
         return projection.of(DTYPE_NAMES[home.parameter.dtype], segment.host[1], threads)
     assert isinstance(home, OnModel), "other parameters give addresses"
     runtime, place = home.session.runtime, home.place
-    if place.projection == projection:
-        assert place.projected is not None, "what was projected was put aside"
-        place.projection = None
-        return runtime.take_projected(projection, place.projected[0])
+    projected = home.session.gradients.take_projected(place, projection)
+    if projected is not None:
+        return runtime.take_projected(projection, projected)
     assert place.tensor.gradient is not None, "a step takes a gradient that was captured"
     start = place.start if place.tensor.packed else 0
     return runtime.project_gradient(place.tensor.gradient, start, projection, threads)
@@ -213,8 +212,8 @@ def _load(home: Home, rank: int) -> torch.Tensor:
         for moment, name in zip(moments, MOMENTS, strict=True):
             moment.copy_(_by_channel(parameter, state[name]))
         return moments
-    if isinstance(home, OnModel) and home.place.moments is not None and home.place.moments.written:
-        home.session.runtime.read(home.place.moments.id, moments.data_ptr(), moments.nbytes)
+    if isinstance(home, OnModel) and home.place.states.moments is not None and home.place.states.moments.written:
+        home.session.runtime.read(home.place.states.moments.id, moments.data_ptr(), moments.nbytes)
         return moments
     return moments.zero_()
 
@@ -223,7 +222,7 @@ def _keep(home: Home, moments: torch.Tensor) -> None:
     """Keep both moments, (2, channels, rank), in the parameter's home."""
     state = home.homes.optimizer.state[home.parameter]
     if isinstance(home, OnModel):
-        stored = home.place.moments
+        stored = home.place.states.moments
         if not moments.numel():
             return  # None of the channels is this rank's.
         assert stored is not None, "room is made before a step"

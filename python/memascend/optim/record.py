@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import Rule
 from memascend.durable import exact_json
-from memascend.layout.units import as_held
-from memascend.optim.homes import OnModel
+from memascend.errors import CheckpointError
+from memascend.layout.parameter_state import StoreMoments
+from memascend.layout.units import StorePlane, as_held
+from memascend.optim.on_model import OnModel
 from memascend.optim.room import Room
 
 if TYPE_CHECKING:
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memascend.durable.protocols import Session
-    from memascend.optim.homes import Home, Homes
+    from memascend.optim.home import Home
+    from memascend.optim.homes import Homes
 
 
 def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
@@ -51,8 +54,8 @@ def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, 
                 continue
             if place is None:
                 empty[name] = [int(state["step"]), rule.arguments]
-            elif place.owner is not None and place.owner() is optimizer:
-                states[name] = [int(state["step"]), rule.arguments, [plane.name for plane in place.made]]
+            elif place.states.owner is optimizer:
+                states[name] = [int(state["step"]), rule.arguments, [plane.name for plane in place.states.made]]
         options = {name: value for name, value in group.items() if name != "params"}
         groups.append(exact_json.encode(options, "a group's options") | {"params": names})
     return {
@@ -84,9 +87,9 @@ def take_up(optimizer: Optimizer, homes: Homes, described: dict[str, Any]) -> No
                 continue
             step, arguments, made = described["states"][place.name]
             rule = Rule(*arguments)
-            homes.rules[parameter] = place.rule = rule
-            place.owner = weakref.ref(optimizer)
-            place.made = {plane for plane in rule.planes if plane.name in made}
+            homes.rules[parameter] = rule
+            place.states.claim(optimizer, rule)
+            place.states.made = {plane for plane in rule.planes if plane.name in made}
             home.note_step(step)
 
 
@@ -96,3 +99,49 @@ def _take_up_empty(optimizer: Optimizer, home: Home, step: int, arguments: list[
     home.homes.rules[home.parameter] = rule
     optimizer.state[home.parameter] = {"step": step}
     home.prepare_step(rule, Room())
+
+
+def find_states(session: Session, record: dict[str, Any]) -> None:
+    """Give every tensor the planes of its optimizer's states, and remove states that were never written."""
+    names = {
+        (tensor["name"], plane, dtype): name
+        for unit in record["units"]
+        for tensor in unit["tensors"]
+        for name, plane, dtype in tensor["states"]
+    }
+    rules: defaultdict[str, list[Rule]] = defaultdict(list)
+    for optimizer in record["optimizers"]:
+        for name, (_, arguments, _) in optimizer["states"].items():
+            rules[name].append(Rule(*arguments))
+    runtime = session.runtime
+    for place in session.places:
+        for plane in (plane for rule in rules[place.name] for plane in rule.planes):
+            name = names.get((place.tensor.name, plane.name, plane.dtype))
+            if name is None or plane in place.tensor.planes:
+                continue
+            tensor_id = runtime.find_tensor(name)
+            if tensor_id is None:
+                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
+            place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
+    _find_moments(session, record)
+    # States with room in the store that were never written begin anew when they are needed.
+    tensors = [tensor for unit in session.units for tensor in unit.tensors]
+    used = {tensor.name for tensor in tensors}
+    used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
+    used |= {place.states.moments.name for place in session.places if place.states.moments is not None}
+    for name in runtime.tensor_names():
+        if name not in used and not name.startswith(".buffers"):
+            tensor_id = runtime.find_tensor(name)
+            assert tensor_id is not None
+            runtime.remove_tensor(tensor_id)
+
+
+def _find_moments(session: Session, record: dict[str, Any]) -> None:
+    """Give every parameter the moments of its projected gradients."""
+    places = {place.name: place for place in session.places}
+    for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
+        for place_name, name, numel in tensor["moments"]:
+            tensor_id = session.runtime.find_tensor(name)
+            if tensor_id is None:
+                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
+            places[place_name].states.moments = StoreMoments(name, tensor_id, numel, written=True)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend.layout.units import StoreMoments, StorePlane
+from memascend.layout.parameter_state import StoreMoments
+from memascend.layout.units import StorePlane
 from memascend.residency.states import share_room
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
 
 def _allocate_moments(runtime: Runtime, place: Place, numel: int) -> None:
     name = f"{place.name}.moments"
-    place.moments = StoreMoments(name, runtime.create_tensor(name, numel * torch.float32.itemsize), numel)
+    place.states.moments = StoreMoments(name, runtime.create_tensor(name, numel * torch.float32.itemsize), numel)
 
 
 def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
     """Remove the states that no parameter of a tensor uses any more. No transfer of its unit may be under way."""
-    used = {plane for place in tensor.places if place.rule is not None for plane in place.rule.planes}
+    used = {plane for place in tensor.places if place.states.rule is not None for plane in place.states.rule.planes}
     for plane in [plane for plane in tensor.planes if plane not in used]:
         runtime.remove_tensor(tensor.planes.pop(plane).id)
 
@@ -92,7 +93,7 @@ def make_room(
     spare_bytes = missing_state_bytes
     spare_bytes += sum(runtime.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
     spare_bytes += sum(runtime.spare_bytes(plane.id) for tensor in tensors for plane in tensor.planes.values())
-    there = (place.moments for tensor in tensors for place in tensor.places)
+    there = (place.states.moments for tensor in tensors for place in tensor.places)
     spare_bytes += sum(runtime.spare_bytes(stored.id) for stored in there if stored is not None)
     two_slots = session.generations.decide(optimizer, missing_bytes, spare_bytes)
     runtime.check_room(missing_bytes + (spare_bytes if two_slots else 0))
@@ -105,7 +106,7 @@ def make_room(
                 _allocate_moments(runtime, place, moments[place])
         if two_slots:
             assert tensor.id is not None
-            of_moments = (place.moments.id for place in tensor.places if place.moments is not None)
+            of_moments = (place.states.moments.id for place in tensor.places if place.states.moments is not None)
             for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values()), *of_moments]:
                 runtime.make_spare(tensor_id)
     share_room(session.plan, [tensor for unit in session.units for tensor in unit.tensors])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import StepScalars
-    from memascend.optim.homes import Home
+    from memascend.optim.home import Home
     from memascend.optim.room import Room
     from memascend.residency.updates import Segment
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from memascend._memascend import Rule, StepScalars
     from memascend.optim.early import EarlySteps
     from memascend.optim.factors import GradientFactors
-    from memascend.optim.homes import Home, Homes, OnModel
+    from memascend.optim.home import Home
+    from memascend.optim.homes import Homes
+    from memascend.optim.on_model import OnModel
     from memascend.optim.rules import Algorithm
     from memascend.residency.updates import Segment
 

@@ -55,7 +55,7 @@ class ExpertPieces:
     def version(place: Place) -> int:
         """Return a number that grows with every write to the experts of a parameter."""
         with as_held():
-            return place.version + place.parameter._version
+            return place.binding.version + place.parameter._version
 
     @contextmanager
     def use(self, place: Place, expert: int, ahead: Iterable[int] = ()) -> Iterator[torch.Tensor]:

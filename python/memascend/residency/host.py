@@ -193,13 +193,13 @@ class Streamer:
         residency = self.residencies[unit]
         shown = [place for place in unit.places if not unit.is_table]
         try:
-            if residency.users == 1 and (written := [place for place in shown if place.written]):
+            if residency.users == 1 and (written := [place for place in shown if place.binding.written]):
                 self.writes.by_module(unit, written)
         finally:
             residency.users -= 1
             if residency.users == 0:
                 for place in shown:
-                    place.hide()
+                    place.binding.hide()
                 self.free_whole(unit)
 
     def uses(self, unit: Unit) -> bool:
@@ -215,9 +215,6 @@ class Streamer:
         with self.turns.take("the use of a weight"):
             residency = self.residencies[unit]
             self.cache.refuse_early_use(unit)
-            if in_backward():
-                for place in unit.places:
-                    place.awaits_step = True
             self._name_whole(unit)
             residency.users += 1
             try:

@@ -101,6 +101,6 @@ class BackwardUpdates:
     def confirm(self) -> set[Unit]:
         """Record that `optimizer.step()` has followed; return the units without other updates of the backward pass."""
         ahead = self._cache.early_units
-        confirmed = {unit for unit in ahead if not any(place.early for place in unit.places)}
+        confirmed = {unit for unit in ahead if not any(place.gradient.early for place in unit.places)}
         ahead -= confirmed
         return confirmed

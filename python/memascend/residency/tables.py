@@ -36,7 +36,7 @@ class OffloadedTable:
     def version(self) -> int:
         """A number that grows with every step and every write."""
         with as_held():
-            return self._place.version + self._place.parameter._version
+            return self._place.binding.version + self._place.parameter._version
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""
@@ -84,7 +84,7 @@ class OffloadedTable:
         (tensor_id, _, _) = place.tensor.unit.weights[0]
         # The update of a table that is trained reads all of it, and compares it before the step is committed.
         with as_held():
-            trained = place.parameter.requires_grad and place.owner is not None and place.owner() is not None
+            trained = place.parameter.requires_grad and place.states.owner is not None
         row_bytes = self.width * self.dtype.itemsize
         with span(f"rows of {place.name}"), reads.timeline.waiting("ssd_read"):
             reads.runtime.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)

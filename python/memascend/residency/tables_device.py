@@ -39,7 +39,7 @@ class DeviceTable(OffloadedTable):
     def __init__(self, streamer: DeviceStreamer, place: Place) -> None:
         """Copy from the table at `place` through `streamer`."""
         super().__init__(streamer, place)
-        self.device = place.absent.device
+        self.device = place.binding.absent.device
         self._there = streamer.memory
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:

@@ -48,7 +48,7 @@ class ProgramWrites:
 
         The version counter says that a function has written to them, and not that it has changed a value.
         """
-        if not self._values.differs(unit) and not any(place.version for place in unit.places):
+        if not self._values.differs(unit) and not any(place.binding.version for place in unit.places):
             return
         self._values.check_writable(written)
         cache = self._memory.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,24 +12,24 @@ import torch
 from torch import nn
 
 from memascend import optim
-from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
+from memascend._memascend import KeptStore, return_large_blocks_to_system
 from memascend.common.html import table
 from memascend.common.sizes import AUTO
 from memascend.durable.outline import what_it_has
 from memascend.durable.record import parse_record, restore_random_states, understanding
 from memascend.errors import CheckpointError, MemascendError
-from memascend.formats.hugging_face import materialise
 from memascend.formats.transformers_models import model_of_record
 from memascend.layout.division import divide
 from memascend.layout.tables import find_tables
-from memascend.layout.units import StoreMoments, StorePlane, partition
+from memascend.layout.units import partition
 from memascend.offloading import over_ranks
 from memascend.offloading.api import find_offload, offload_of
+from memascend.offloading.binding import materialise
 from memascend.offloading.locations import paths_of
 from memascend.offloading.native import when_free
 from memascend.offloading.opening import open_session, opening
 from memascend.offloading.rank_hooks import hooks_for
-from memascend.optim.record import empty_parameters
+from memascend.optim.record import empty_parameters, find_states
 from memascend.options import RECORDED, REPLACE
 from memascend.ranks.group import Ranks
 from memascend.ranks.membership import refuse_share
@@ -170,7 +169,7 @@ def resume(
             if tags is not None:
                 session.checkpoints.delete(name for name in session.checkpoints.tags() if name not in tags)
             with understanding(paths):
-                _find_states(session, record)
+                find_states(session, record)
                 with torch.no_grad():
                     session.generations.take_up(record)
             hooks.attach()
@@ -406,52 +405,6 @@ def _first_difference(units: list[Unit], record: dict[str, Any]) -> tuple[str, s
         if there.get(name) != here.get(name):
             return name, shown(there.get(name)), shown(here.get(name))
     return None
-
-
-def _find_states(session: Session, record: dict[str, Any]) -> None:
-    """Give every tensor the planes of its optimizer's states, and remove states that were never written."""
-    names = {
-        (tensor["name"], plane, dtype): name
-        for unit in record["units"]
-        for tensor in unit["tensors"]
-        for name, plane, dtype in tensor["states"]
-    }
-    rules: defaultdict[str, list[Rule]] = defaultdict(list)
-    for optimizer in record["optimizers"]:
-        for name, (_, arguments, _) in optimizer["states"].items():
-            rules[name].append(Rule(*arguments))
-    runtime = session.runtime
-    for place in session.places:
-        for plane in (plane for rule in rules[place.name] for plane in rule.planes):
-            name = names.get((place.tensor.name, plane.name, plane.dtype))
-            if name is None or plane in place.tensor.planes:
-                continue
-            tensor_id = runtime.find_tensor(name)
-            if tensor_id is None:
-                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
-            place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
-    _find_moments(session, record)
-    # States with room in the store that were never written begin anew when they are needed.
-    tensors = [tensor for unit in session.units for tensor in unit.tensors]
-    used = {tensor.name for tensor in tensors}
-    used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
-    used |= {place.moments.name for place in session.places if place.moments is not None}
-    for name in runtime.tensor_names():
-        if name not in used and not name.startswith(".buffers"):
-            tensor_id = runtime.find_tensor(name)
-            assert tensor_id is not None
-            runtime.remove_tensor(tensor_id)
-
-
-def _find_moments(session: Session, record: dict[str, Any]) -> None:
-    """Give every parameter the moments of its projected gradients."""
-    places = {place.name: place for place in session.places}
-    for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
-        for place_name, name, numel in tensor["moments"]:
-            tensor_id = session.runtime.find_tensor(name)
-            if tensor_id is None:
-                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
-            places[place_name].moments = StoreMoments(name, tensor_id, numel, written=True)
 
 
 def _class_of(name: str, classes: Mapping[str, type]) -> type:

@@ -128,7 +128,7 @@ def quantise_beside(session: Session, read: Read, progress: Callable[[int, int],
     for number, unit in enumerate(units):
         at = number % len(files)
         for place in unit.places:
-            place.sources = [_source(place, files[at].written[place], externals[at])]
+            unit.sources[place] = [_source(place, files[at].written[place], externals[at])]
         session.read_outside(unit)
 
 
@@ -184,7 +184,7 @@ def _pieces(place: Place, read: Read) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _source(place: Place, at: _Written, file: ExternalFile) -> tuple[ExternalFile, int, int, Packing | None]:
-    """Return the source of a weight as `Place.sources` has it."""
+    """Return the source of a weight as `Unit.sources` has it."""
     packing = None
     if place.bits == 8:
         packing = Packing.bytes(BLOCK[8], dynamic_code().tolist(), (file, at.scales))
