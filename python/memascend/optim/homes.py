@@ -473,10 +473,10 @@ class OnModel(Home):
         place.owner, place.rule = weakref.ref(self.homes.optimizer), rule
         place.made.clear()
         if place.moments is not None:
-            session.runtime.remove_tensor(place.moments.id)
+            session.runtime.store.remove_tensor(place.moments.id)
             place.moments = None
         session.streamer.updates.apply(place.tensor.unit)
-        session.runtime.wait_unit(place.tensor.unit.index)
+        session.runtime.units.wait_unit(place.tensor.unit.index)
         free_unused_states(session.runtime, place.tensor)
 
     def fresh_planes(self, rule: Rule) -> list[bool]:

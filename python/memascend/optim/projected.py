@@ -76,7 +76,7 @@ def ask(home: Home, rank: int, room: Room) -> None:
         if not moments.written:
             there = shape.numel()
             if moments.numel != there:
-                home.session.runtime.remove_tensor(moments.id)
+                home.session.runtime.store.remove_tensor(moments.id)
                 home.place.moments = None
                 room.add_moments(home.session, home.place, there)
     else:
@@ -126,7 +126,7 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
     if isinstance(home, OnModel) and "exp_avg" not in state:
         stored = home.place.moments
         assert stored is not None, "room is made before a step"
-        segment.factors, norm = home.session.runtime.stored_factors(
+        segment.factors, norm = home.session.runtime.projections.stored_factors(
             measured, stored.id, stored.written, threads, options
         )
         stored.written = True
@@ -196,10 +196,10 @@ def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGr
     if place.projection == projection:
         assert place.projected is not None, "what was projected was put aside"
         place.projection = None
-        return runtime.take_projected(projection, place.projected[0])
+        return runtime.projections.take_projected(projection, place.projected[0])
     assert place.tensor.gradient is not None, "a step takes a gradient that was captured"
     start = place.start if place.tensor.packed else 0
-    return runtime.project_gradient(place.tensor.gradient, start, projection, threads)
+    return runtime.projections.project_gradient(place.tensor.gradient, start, projection, threads)
 
 
 # ---- where the moments are -------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _load(home: Home, rank: int) -> torch.Tensor:
             moment.copy_(_by_channel(parameter, state[name]))
         return moments
     if isinstance(home, OnModel) and home.place.moments is not None and home.place.moments.written:
-        home.session.runtime.read(home.place.moments.id, moments.data_ptr(), moments.nbytes)
+        home.session.runtime.store.read(home.place.moments.id, moments.data_ptr(), moments.nbytes)
         return moments
     return moments.zero_()
 
@@ -227,7 +227,7 @@ def _keep(home: Home, moments: torch.Tensor) -> None:
         if not moments.numel():
             return  # None of the channels is this rank's.
         assert stored is not None, "room is made before a step"
-        home.session.runtime.write(stored.id, moments.data_ptr(), moments.nbytes)
+        home.session.runtime.store.write(stored.id, moments.data_ptr(), moments.nbytes)
         stored.written = True
         for name in MOMENTS:
             state.pop(name, None)  # Of a parameter that was in memory before.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memascend import optim
-from memascend._memascend import KeptStore, Rule, return_large_blocks_to_system
+from memascend._memascend import ClosedStore, Rule, return_large_blocks_to_system
 from memascend.common.html import table
 from memascend.common.sizes import AUTO
 from memascend.durable.outline import what_it_has
@@ -298,7 +298,7 @@ def can_resume(store: RankLocations, *, process_group: Any = None) -> bool:
     """
     ranks = Ranks.of(process_group)
     with over_ranks.telling(ranks):
-        there = when_free(lambda: KeptStore.is_there(paths_of(store, process_group)))
+        there = when_free(lambda: ClosedStore.is_there(paths_of(store, process_group)))
         return there if ranks is None else bool(ranks.collect("look for a run", torch.tensor([there])).all())
 
 
@@ -308,7 +308,7 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     Raises StoreError for a tag that the store does not have, CheckpointError where there is no durable step, or its
     record cannot be read.
     """
-    with closing(when_free(lambda: KeptStore(paths))) as kept_store:
+    with closing(when_free(lambda: ClosedStore(paths))) as kept_store:
         records = {name: text for name, _, _, text in kept_store.snapshots()}
         if tag is not None and tag not in records:
             kept_store.restore_snapshot(tag)  # Raises, naming the tag.
@@ -426,7 +426,7 @@ def _find_states(session: Session, record: dict[str, Any]) -> None:
             name = names.get((place.tensor.name, plane.name, plane.dtype))
             if name is None or plane in place.tensor.planes:
                 continue
-            tensor_id = runtime.find_tensor(name)
+            tensor_id = runtime.store.find_tensor(name)
             if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
             place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
@@ -436,11 +436,11 @@ def _find_states(session: Session, record: dict[str, Any]) -> None:
     used = {tensor.name for tensor in tensors}
     used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
     used |= {place.moments.name for place in session.places if place.moments is not None}
-    for name in runtime.tensor_names():
+    for name in runtime.store.tensor_names():
         if name not in used and not name.startswith(".buffers"):
-            tensor_id = runtime.find_tensor(name)
+            tensor_id = runtime.store.find_tensor(name)
             assert tensor_id is not None
-            runtime.remove_tensor(tensor_id)
+            runtime.store.remove_tensor(tensor_id)
 
 
 def _find_moments(session: Session, record: dict[str, Any]) -> None:
@@ -448,7 +448,7 @@ def _find_moments(session: Session, record: dict[str, Any]) -> None:
     places = {place.name: place for place in session.places}
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
         for place_name, name, numel in tensor["moments"]:
-            tensor_id = session.runtime.find_tensor(name)
+            tensor_id = session.runtime.store.find_tensor(name)
             if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
             places[place_name].moments = StoreMoments(name, tensor_id, numel, written=True)
