@@ -137,16 +137,16 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
     )
     opened = open_device("cuda")
     opened.link = link = runtime.device
-    leases = [runtime.lease_unit(nbytes)]
+    leases = [runtime.memory.lease_unit(nbytes)]
     try:
-        unit = runtime.add_unit()
+        unit = runtime.units.add_unit()
         torch.frombuffer(leases[0], dtype=torch.uint8).fill_(1)
         piece = nbytes // PIECES
         pieces = device.view(torch.bfloat16).chunk(PIECES)
         # Measured once, as the gradient appears; here the copy alone counts.
         sums = [opened.block_sums(each) for each in pieces]
         gradients = [
-            runtime.create_gradient(unit, f"piece {number}", "bfloat16", each.numel())
+            runtime.gradients.create_gradient(unit, f"piece {number}", "bfloat16", each.numel())
             for number, each in enumerate(pieces)
         ]
 
@@ -160,7 +160,7 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
         def capture() -> None:
             ready = opened.record()
             captures = [
-                runtime.capture_from_device(
+                runtime.gradients.capture_from_device(
                     gradient, 0, each.data_ptr(), each.numel(), False, ready, None if one is None else one.addresses
                 )
                 for gradient, each, one in zip(gradients, pieces, sums, strict=True)
@@ -169,7 +169,7 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
                 one.wait_copied()
             for one, gradient in zip(captures, gradients, strict=True):
                 one.wait()
-                runtime.clear_gradient(gradient)
+                runtime.gradients.clear_gradient(gradient)
 
         yield {"h2d": upload, "d2h": capture, "measured_on_device": sums[0] is not None}
     finally:

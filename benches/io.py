@@ -459,15 +459,15 @@ def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
     classes = [("small", SMALL_BYTES, SMALL_COUNT), ("large", LEASE_BYTES, LEASE_COUNT)]
     runtime = Runtime([directory / "store"], Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1))
     pieces = [min(LEASE_BYTES, left) for nbytes in sizes for left in range(nbytes, 0, -LEASE_BYTES)]
-    units = [runtime.add_unit() for _ in pieces]
+    units = [runtime.units.add_unit() for _ in pieces]
     extents: list = []
-    leases = [runtime.lease_unit(nbytes) for _, nbytes, count in classes for _ in range(count)]
+    leases = [runtime.memory.lease_unit(nbytes) for _, nbytes, count in classes for _ in range(count)]
     for lease in leases:
         scramble(memoryview(lease))
     del leases, lease
 
     def leased(nbytes: int, finish_oldest: Callable[[], None]):
-        while (lease := runtime.lease_unit(nbytes)) is None:
+        while (lease := runtime.memory.lease_unit(nbytes)) is None:
             finish_oldest()
         return lease
 
@@ -476,13 +476,13 @@ def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
         for number, nbytes in enumerate(pieces):
             if len(extents) == number:
                 extents.append(runtime.allocate(f"tensor {number}", nbytes))
-            lease = leased(nbytes, lambda: runtime.wait_unit(running.popleft()))
+            lease = leased(nbytes, lambda: runtime.units.wait_unit(running.popleft()))
             stamp(memoryview(lease)[:nbytes], number)
-            runtime.write_unit(units[number], extents[number], lease, nbytes)
+            runtime.units.write_unit(units[number], extents[number], lease, nbytes)
             del lease
             running.append(units[number])
         for unit in running:
-            runtime.wait_unit(unit)
+            runtime.units.wait_unit(unit)
         with open(directory / "store/memascend.volume", "rb") as volume:
             os.fsync(volume.fileno())
 
@@ -496,7 +496,7 @@ def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
 
         for number, nbytes in enumerate(pieces):
             lease = leased(nbytes, finish_oldest)
-            running.append((runtime.fetch(units[number], extents[number], lease, nbytes, []), lease, number))
+            running.append((runtime.units.fetch(units[number], extents[number], lease, nbytes, []), lease, number))
             del lease
         while running:
             finish_oldest()
@@ -759,7 +759,7 @@ def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -
     arena = Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
     runtime = Runtime(list(devices), arena, rates=list(rates))
     sizes = [TENSOR_BYTES[number % len(TENSOR_BYTES)] for number in range(TENSOR_COUNT)]
-    tensors = [(runtime.add_unit(), runtime.allocate(f"tensor {n}", size)) for n, size in enumerate(sizes)]
+    tensors = [(runtime.units.add_unit(), runtime.allocate(f"tensor {n}", size)) for n, size in enumerate(sizes)]
     written: list[int | None] = [None] * TENSOR_COUNT
     moved = {"read": 0, "write": 0}
     running: deque[tuple] = deque()
@@ -767,7 +767,7 @@ def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -
     def finish_oldest() -> None:
         number, ticket, lease, expected = running.popleft()
         if ticket is None:
-            return runtime.wait_unit(tensors[number][0])
+            return runtime.units.wait_unit(tensors[number][0])
         ticket.wait()
         if expected is not None:
             check_stamp(memoryview(lease)[: sizes[number]], expected)
@@ -776,17 +776,17 @@ def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -
     def begin(turn: int) -> None:
         number = turn % TENSOR_COUNT
         unit, extent = tensors[number]
-        while (lease := runtime.lease_unit(sizes[number])) is None:
+        while (lease := runtime.memory.lease_unit(sizes[number])) is None:
             finish_oldest()
         if moved["read"] * 45 <= moved["write"] * 55:
             moved["read"] += sizes[number]
-            ticket = runtime.fetch(unit, extent, lease, sizes[number], [])
+            ticket = runtime.units.fetch(unit, extent, lease, sizes[number], [])
             running.append((number, ticket, lease, written[number]))
         else:
             moved["write"] += sizes[number]
             written[number] = turn
             stamp(memoryview(lease)[: sizes[number]], turn)
-            runtime.write_unit(unit, extent, lease, sizes[number])
+            runtime.units.write_unit(unit, extent, lease, sizes[number])
             running.append((number, None, None, None))
 
     def reading() -> tuple[float, int, list[int]]:

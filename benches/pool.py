@@ -335,7 +335,7 @@ class Replay:
             nbytes = int(args[1] * self.activation_scale)
             if self.activation.nbytes < nbytes:
                 self.activation = zeros(nbytes)
-            held[args[0]] = self.state.runtime.stash(self.activation.data_ptr(), nbytes, False)
+            held[args[0]] = self.state.runtime.memory.stash(self.activation.data_ptr(), nbytes, False)
         elif kind == "restore":
             held[args[0]].restore(self.activation.data_ptr())
         elif kind == "release":

@@ -89,14 +89,14 @@ MUTANTS = (
     ),
     Mutant(
         "nothing is committed where the store was replaced",
-        f"{VOLUME}/mod.rs",
+        f"{VOLUME}.rs",
         "        if directory.is_in_place(&self.file.file) {\n            return Ok(());\n        }\n"
         "        Err(IoError::Replaced { path: directory.path().to_owned() })\n",
         "        let _ = directory;\n        Ok(())\n",
     ),
     Mutant(
         "nothing is removed where the store was replaced",
-        f"{VOLUME}/mod.rs",
+        f"{VOLUME}.rs",
         "            if directory.is_in_place(&self.file.file) {\n                directory.remove_files();",
         "            {\n                directory.remove_files();",
     ),

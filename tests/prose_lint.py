@@ -30,6 +30,7 @@ ALWAYS_ALLOWED = 1
 HOLDING = (
     "benches",
     "crates/memascend-exec",
+    "crates/memascend-guarded",
     "crates/memascend-kernels",
     "crates/memascend-mem",
     "crates/memascend-nvme",

@@ -223,7 +223,7 @@ def keep_on_some(rank: int, ranks: int, folder: Path, victim: int | None) -> Any
     run = Run(model, ranks, range(rank, ranks, ranks)).go(1)
     memascend.save_checkpoint(model, "one")
     if rank == 1 and victim is None:
-        offload_of(model).runtime.snapshot("two")
+        offload_of(model).runtime.store.snapshot("two")
     elif rank == 1:
         Checkpoints._keep_under = die  # type: ignore[method-assign]
     try:

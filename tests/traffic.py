@@ -50,7 +50,7 @@ def _wait(state):
         if residency.ticket is not None:
             residency.ticket.wait()
     for unit in state.units:
-        state.runtime.wait_unit(unit.index)
+        state.runtime.units.wait_unit(unit.index)
 
 
 def steps(model, optimizer, count, accumulate, batch, tokens, vocabulary):

@@ -16,7 +16,7 @@ from durable_run import LEAST, STEPS, Run, build, given, go_on, same
 from torch import nn
 
 import memascend
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -548,7 +548,7 @@ def kept(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.core
 def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
     file = kept / lab.VOLUME
-    store = KeptStore([kept])
+    store = ClosedStore([kept])
     tensors = dict(store.tensors())
     store.close()
     assert "model.layers.1.mlp.up_proj.weight.exp_avg" in tensors
@@ -558,7 +558,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
         with open(file, "r+b") as handle:
             handle.seek(position)
             handle.write(bytes([whole[position] ^ 4]))
-        store = KeptStore([kept])
+        store = ClosedStore([kept])
         damaged = store.verify(lambda _done, _total: None)
         store.close()
         if damaged:  # otherwise the bit is in no generation, but in a free slot or a gradient
@@ -578,7 +578,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(kept: Path) -> None:
             handle.seek(position)
             handle.write(whole[position : position + 1])
     assert found > 5
-    store = KeptStore([kept])
+    store = ClosedStore([kept])
     assert store.verify(lambda _done, _total: None) == []
     store.close()
 

@@ -17,7 +17,7 @@ import torch
 from durable_run import LEAST, Run, build, go_on, same
 
 import memascend
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,7 +82,7 @@ def test_a_loop_that_is_killed_at_any_instant_comes_to_the_same_end(tmp_path: Pa
                 assert not patient, child.told()
             kills, resumed = kills + 1, resumed + on
             if (room / "store" / "memascend.json").exists():
-                store = KeptStore([room / "store"])
+                store = ClosedStore([room / "store"])
                 assert store.verify(lambda _done, _total: None) == []
                 store.close()
         same(torch.load(room / "result"), expected)

@@ -26,22 +26,22 @@ NOWHERE = 1 << 40
 
 def in_a_call(runtime: Any) -> None:
     """Panic with a lock held, which is poisoned by it."""
-    runtime.wait_unit(NOWHERE)
+    runtime.units.wait_unit(NOWHERE)
 
 
 def in_a_thread(runtime: Any) -> None:
     """Panic in the thread that reads units: their buffer is too short."""
-    name = runtime.tensor_names()[0]
-    lease = runtime.lease_outside(4096)
-    runtime.fetch(runtime.add_unit(), [(runtime.find_tensor(name), NOWHERE, 4096)], lease, []).wait()
+    name = runtime.store.tensor_names()[0]
+    lease = runtime.memory.lease_outside(4096)
+    runtime.units.fetch(runtime.units.add_unit(), [(runtime.store.find_tensor(name), NOWHERE, 4096)], lease, []).wait()
 
 
 def in_a_value(runtime: Any) -> None:
     """Panic in a function that cannot fail otherwise."""
-    runtime.fetch(runtime.add_unit(), [], None, []).is_group_ready(0)
+    runtime.units.fetch(runtime.units.add_unit(), [], None, []).is_group_ready(0)
 
 
-PLACES = {"runtime.rs": in_a_call, "thread memascend-executor": in_a_thread, "handles.rs": in_a_value}
+PLACES = {"cell.rs": in_a_call, "thread memascend-executor": in_a_thread, "handles.rs": in_a_value}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -51,7 +51,7 @@ def test_a_panic_is_an_error_and_the_last_step_is_whole(tmp_path: Path, place: s
     run = Run(model, "normed").go(2)
     memascend.flush(model)
     runtime = memascend.offload_of(model).runtime
-    commit = runtime.commit
+    commit = runtime.store.commit
     with pytest.raises(DefectError, match=re.escape(place)) as caught:
         PLACES[place](runtime)
     assert isinstance(caught.value, memascend.MemascendError) and isinstance(caught.value, Exception)
@@ -78,13 +78,15 @@ def test_a_panic_is_an_error_and_the_last_step_is_whole(tmp_path: Path, place: s
 def test_a_commit_of_what_a_panic_has_ended_is_none(tmp_path: Path) -> None:
     model = memascend.offload(tiny.build("llama"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
     runtime = memascend.offload_of(model).runtime
-    before = runtime.generation
-    lease, name = runtime.lease_outside(4096), runtime.tensor_names()[0]
-    ticket = runtime.fetch(runtime.add_unit(), [(runtime.find_tensor(name), NOWHERE, 4096)], lease, [])
+    before = runtime.store.generation
+    lease, name = runtime.memory.lease_outside(4096), runtime.store.tensor_names()[0]
+    ticket = runtime.units.fetch(
+        runtime.units.add_unit(), [(runtime.store.find_tensor(name), NOWHERE, 4096)], lease, []
+    )
     with pytest.raises(DefectError, match="memascend-executor"):
         # Refused where the thread has ended already, else by the wait for the ticket.
-        runtime.commit("{}", [ticket]).wait()
-    assert runtime.generation == before
+        runtime.store.commit("{}", [ticket]).wait()
+    assert runtime.store.generation == before
     with pytest.raises(DefectError):
         memascend.close(model)
 
@@ -96,10 +98,10 @@ def test_a_defect_is_the_same_in_another_process() -> None:
 
 def test_everything_that_python_calls_is_guarded() -> None:
     found = 0
-    for path in BINDINGS.glob("*.rs"):
+    for path in BINDINGS.rglob("*.rs"):
         lines = path.read_text().splitlines()
         for above, line in pairwise(lines):
             if line.strip() in ("#[pymethods]", "#[pyfunction]"):
                 found += 1
                 assert above == "#[guarded]", f"{path.name}: {line} without #[guarded]"
-    assert found > 30
+    assert found > 35

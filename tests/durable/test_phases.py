@@ -184,13 +184,17 @@ class Failing:
     """A runtime whose first commit fails once it is waited for."""
 
     def __init__(self, runtime: Any, number: int | None = None) -> None:
-        self._runtime, self._fails, self._number = runtime, True, number
+        self._store, self._fails, self._number = runtime.store, True, number
+
+    @property
+    def store(self) -> Any:
+        return self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
+        return getattr(self._store, name)
 
     def commit(self, record: str, tickets: list[Any]) -> Any:
-        commit = self._runtime.commit(record, tickets)
+        commit = self._store.commit(record, tickets)
         fails, self._fails = self._fails, False
         return FailedCommit(commit, self._number) if fails else commit
 

@@ -14,7 +14,7 @@ from durable_run import LEAST, Run, build
 
 import memascend
 from memascend import CheckpointError
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.command import main
 from memascend.durable.record import parse_record
 from memascend.runs import live
@@ -38,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(store: Path) -> dict[str, Any]:
-    kept = KeptStore([store])
+    kept = ClosedStore([store])
     text = kept.state
     kept.close()
     return json.loads(text or "")

@@ -272,13 +272,13 @@ fake = Fake()
 runtime = Runtime([Path(sys.argv[1])], Arena([("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1), allocator="cuda")
 
 def free():
-    return runtime.lease_unit(MIB) is not None
+    return runtime.memory.lease_unit(MIB) is not None
 """
 
 
 def test_a_lease_returns_when_its_stream_is_done(runtime: Callable[..., Path], tmp_path: Path) -> None:
     script = """
-lease = runtime.lease_unit(MIB)
+lease = runtime.memory.lease_unit(MIB)
 address = lease.address
 tensor = torch.frombuffer(lease, dtype=torch.uint8)
 fake.set("busy", 1)
@@ -296,7 +296,7 @@ assert not free() and fake.get("live_events") == 2, "the device uses the buffer"
 assert fake.get("pending_error") == 0, "not being ready was left as an error"
 assert runtime.stats()["host_bytes_in_use"] == 0
 fake.set("busy", 0)
-lease = runtime.lease_unit(MIB)
+lease = runtime.memory.lease_unit(MIB)
 assert lease is not None and lease.address == address
 assert fake.get("live_events") == 0
 # The next use of the buffer has nothing to wait for.
@@ -305,7 +305,7 @@ del lease
 assert free()
 fake.set("busy", 0)
 # A stream that is done before the tensor dies keeps nothing.
-lease = runtime.lease_unit(MIB)
+lease = runtime.memory.lease_unit(MIB)
 ForTests.return_after(lease, 1)
 del lease
 assert free()
@@ -318,7 +318,7 @@ fake.assert_clean()
 
 def test_a_stream_that_failed_keeps_the_buffer_and_says_why(runtime: Callable[..., Path], tmp_path: Path) -> None:
     script = """
-lease = runtime.lease_unit(MIB)
+lease = runtime.memory.lease_unit(MIB)
 for call in ("cudaEventCreateWithFlags", "cudaEventRecord"):
     fake.fail(call, 719)
     told = refused(lambda: ForTests.return_after(lease, 1))
@@ -328,7 +328,7 @@ assert fake.get("live_events") == 0
 del lease
 assert free(), "no event was recorded"
 
-lease = runtime.lease_unit(MIB)
+lease = runtime.memory.lease_unit(MIB)
 ForTests.return_after(lease, 1)
 del lease
 fake.fail("cudaEventQuery", 719)
@@ -349,11 +349,11 @@ from memascend._memascend import Runtime, ForTests
 from memascend.plan.arena import Arena
 arena = Arena([("weights", MIB, 1)], [], 65536, 1, 65536, 65536, 1)
 runtime = Runtime([Path(sys.argv[1])], arena, allocator="pageable")
-lease = runtime.lease_unit(MIB)
+lease = runtime.memory.lease_unit(MIB)
 told = refused(lambda: ForTests.return_after(lease, 0))
 assert "/nonexistent/libcudart.so" in told, told
 del lease
-assert runtime.lease_unit(MIB) is not None
+assert runtime.memory.lease_unit(MIB) is not None
 runtime.close(False)
 """
     alone(script, "/nonexistent/libcudart.so", tmp_path / "store")

@@ -22,7 +22,7 @@ from lab import MIB
 from safetensors.torch import load_file
 
 import memascend
-from memascend._memascend import KeptStore, Volume, device_uuid, format_device
+from memascend._memascend import ClosedStore, Volume, device_uuid, format_device
 from memascend.command import main
 from memascend.machine import drives
 
@@ -251,10 +251,10 @@ def test_a_raw_device_from_format_to_reopening(
 
         device.rename()
         with pytest.raises(memascend.StoreError, match="no device with UUID"):
-            KeptStore(["UUID=00000000-0000-4000-8000-000000000000"])
-        store = KeptStore([f"UUID={uuid}"])
+            ClosedStore(["UUID=00000000-0000-4000-8000-000000000000"])
+        store = ClosedStore([f"UUID={uuid}"])
         with pytest.raises(memascend.StoreError, match="in use"):
-            KeptStore([device.path])
+            ClosedStore([device.path])
         assert "in use" in refusal(capfd, ["format", device.path, "--destroy", device.path])
         kept = {}
         for name, length in store.tensors():

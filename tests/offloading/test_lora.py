@@ -142,7 +142,7 @@ def test_frozen_weights_are_never_written_again(offloaded: Callable[..., nn.Modu
 
     used = memascend.stats(model)["store_bytes_used"]
     optimizer = memascend.AdamW(trained(model).values(), lr=1e-2)
-    planes = sum(state.runtime.tensor_bytes(kept.id) for tensor in packs for kept in tensor.planes.values())
+    planes = sum(state.runtime.store.tensor_bytes(kept.id) for tensor in packs for kept in tensor.planes.values())
     assert memascend.stats(model)["store_bytes_used"] == used + planes
     # With an ample budget states and weights stay in memory, where they are updated.
     before = written(model)
@@ -159,7 +159,7 @@ def test_frozen_weights_are_not_written_by_durable_steps(offloaded: Callable[...
     state = memascend.offload_of(model)
     packs = [tensor for unit in state.units for tensor in unit.tensors if tensor.trained]
     optimizer = memascend.AdamW(trained(model).values(), lr=1e-2)
-    planes = sum(state.runtime.tensor_bytes(kept.id) for tensor in packs for kept in tensor.planes.values())
+    planes = sum(state.runtime.store.tensor_bytes(kept.id) for tensor in packs for kept in tensor.planes.values())
     model(**tiny.batch("llama", 0)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import memascend
-from memascend._memascend import KeptStore, format_device
+from memascend._memascend import ClosedStore, format_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -317,7 +317,7 @@ def test_a_kept_store_holds_the_deferred_update(store: Path) -> None:
     memascend.close(model)
     weight = expected.get_parameter("layers.1.mlp.0.weight").detach()
     kept = torch.empty_like(weight)
-    KeptStore([store]).read("layers.1.mlp.0.weight", kept.data_ptr(), kept.nbytes)
+    ClosedStore([store]).read("layers.1.mlp.0.weight", kept.data_ptr(), kept.nbytes)
     assert torch.equal(kept, weight)
 
 

@@ -188,7 +188,7 @@ def test_half_as_much_is_spilled(offloaded: Callable[..., nn.Module], tmp_path: 
         loss.backward()
         model._memascend.streamer.release_all()
         for unit in model._memascend.units:
-            model._memascend.runtime.wait_unit(unit.index)
+            model._memascend.runtime.units.wait_unit(unit.index)
         written.append(memascend.stats(model)["ssd_bytes_written"] - before)
         kept.append(plan.kept.count)
     assert kept[0] == kept[1] and 0 < written[1] == written[0] // 2

@@ -207,13 +207,13 @@ def test_what_malloc_keeps_needs_room_to_come_but_is_none_to_give() -> None:
     machine = Machine(MOST + HEAP_BYTES // 2 + RESERVE + STEP * 2)
     assert machine.plan.most is not None
     machine.plan.most.budget += HEAP_BYTES
-    machine.plan.most.keeps_blocks = True
+    machine.plan.most.retain_heap = True
     machine.plan.most.smallest_bytes = LEAST
     machine.budget.note(True, STEP)
     assert machine.look() is None
     change = machine.look()
     assert change is not None and change.budget == MOST + HEAP_BYTES // 2 + STEP * 3 // 4
-    machine.plan.keeps_blocks = True
+    machine.plan.retain_heap = True
     machine.whole = 390 * MIB
     change = machine.look()
     assert change is not None and change.budget == 390 * MIB - RESERVE - STEP * 5 // 4
@@ -232,7 +232,7 @@ def test_the_first_plan_takes_half_and_may_become_all(bounds: list[Bound]) -> No
     units = partition(model)
     plan, follows = plan_for(units, "auto")
     assert follows and plan.most is not None
-    assert plan.total == plan.most.total and plan.keeps_blocks
+    assert plan.total == plan.most.total and plan.retain_heap
     assert {plan.states.note, *(line.note for line in plan.units)} == {"always there"}
     least = smallest_plan(units, plan.most.budget).total
     bounds[0] = Bound(4 * least + MIB, MIB, "the system")

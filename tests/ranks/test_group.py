@@ -11,7 +11,7 @@ import rank_programs
 import rank_runs
 
 import memascend
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.ranks.group import GRACE_SECONDS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def expected() -> dict[str, Any]:
 
 
 def generation(store: Path) -> int:
-    with contextlib.closing(KeptStore([store])) as kept:
+    with contextlib.closing(ClosedStore([store])) as kept:
         return kept.generation
 
 

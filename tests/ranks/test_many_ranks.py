@@ -276,8 +276,8 @@ class Session:
     """The part of a session that generations use."""
 
     def __init__(self, world: World, ranks: Ranks) -> None:
-        self.runtime = Store(world, ranks.rank)
-        self.streamer = Streamer(self.runtime)
+        self.runtime: Any = SimpleNamespace(store=Store(world, ranks.rank))
+        self.streamer = Streamer(self.runtime.store)
         self.timeline = SimpleNamespace(waiting=lambda _: nullcontext())
         self.membership = Membership(ranks, "run")
         self.keep_store = True
@@ -324,8 +324,8 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
         if any(drive.slots[unit][slot] != manifest["steps"] for unit, slot in manifest["slots"].items()):
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")
     session = Session(world, ranks)
-    store, streamer = session.runtime, session.streamer
-    generations, optimizer = SmallGenerations(session, store, streamer, {}), Optimizer()
+    runtime, streamer = session.runtime, session.streamer
+    store, generations, optimizer = runtime.store, SmallGenerations(session, runtime, streamer, {}), Optimizer()
     generations.steps = generations._committed_steps = store.steps
     ahead = random.Random(f"{ranks.rank} {current[-1].chance.random()}")
     for step in range(store.steps, steps):

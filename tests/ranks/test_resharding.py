@@ -15,7 +15,7 @@ import rank_runs
 import torch
 
 import memascend
-from memascend._memascend import GRADIENT_BLOCK, KeptStore
+from memascend._memascend import GRADIENT_BLOCK, ClosedStore
 from memascend.command.main import main
 from memascend.layout import tables
 from memascend.runs import reshard as resharding
@@ -94,7 +94,7 @@ def test_the_command_line_does_it(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def stored(store: Path) -> tuple[dict[str, bytes], str]:
     """Return the bytes of all tensors of a store, and its record."""
-    with contextlib.closing(KeptStore([store])) as kept:
+    with contextlib.closing(ClosedStore([store])) as kept:
         tensors = {}
         for name, nbytes in kept.tensors():
             data = torch.empty(nbytes, dtype=torch.uint8)

@@ -9,7 +9,7 @@ import bits
 import pytest
 import rank_programs
 
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.command.main import main
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def expected() -> dict[int, Any]:
 
 
 def tags_in(store: Path) -> list[str]:
-    with contextlib.closing(KeptStore([store])) as kept:
+    with contextlib.closing(ClosedStore([store])) as kept:
         return [tag for tag, _, _, _ in kept.snapshots()]
 
 

@@ -195,15 +195,19 @@ def test_memory_that_the_system_refuses_leaves_the_budget_as_it_is(
     class Refusing:
         """A runtime whose system gives no more memory."""
 
+        @property
+        def memory(self) -> Any:
+            return self
+
         def __getattr__(self, name: str) -> Any:
-            return getattr(runtime, name)
+            return getattr(runtime.memory if hasattr(runtime.memory, name) else runtime, name)
 
         def resize(self, units: Any, chunks: int, states: int) -> None:
             nonlocal refusals
             if budget.plan.total > before:
                 refusals += 1
                 raise HostMemoryError("host memory cannot be locked")
-            runtime.resize(units, chunks, states)
+            runtime.memory.resize(units, chunks, states)
 
     budget._runtime = Refusing()  # type: ignore[assignment]
     machine.whole = ALL

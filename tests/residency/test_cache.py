@@ -56,6 +56,7 @@ class Runtime:
         self.leased: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.log: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.memory = self.units = self
 
     def lease_unit(self, nbytes: int) -> Lease | None:
         if len(self.leased) == self.buffers:
@@ -78,8 +79,8 @@ class Runtime:
     def wait_unit(self, index: int) -> None:
         pass
 
-    def let_go(self, index: int, _: Any) -> None:
-        self.log.append(("let go", index))
+    def release(self, index: int, _: Any) -> None:
+        self.log.append(("release", index))
 
 
 class Update:
@@ -223,7 +224,7 @@ def test_a_unit_with_a_buffer_of_its_own_is_updated_there() -> None:
     residency = setting.cache.residencies[unit]
     assert residency.lease is not None and residency.storage is None
     setting.cache.drop(residency)
-    assert setting.runtime.log[-1] == ("let go", 0)
+    assert setting.runtime.log[-1] == ("release", 0)
 
 
 def test_a_unit_in_use_cannot_change() -> None:
@@ -265,7 +266,7 @@ def test_a_copy_about_to_free_a_buffer_spares_an_eviction() -> None:
     setting = Setting(buffers=2)
     zero, one = setting.units[:2]
     setting.use(zero)
-    copied = [setting.runtime.lease_unit(SIZE)]
+    copied = [setting.runtime.memory.lease_unit(SIZE)]
     end: Any = SimpleNamespace(wait=copied.clear, is_done=lambda: not copied)
     setting.cache.uploads.note_returning(SIZE, [], end)
     assert not setting.cache.fetch_ahead(one, 1), "the buffer is not free yet"

@@ -85,14 +85,14 @@ def test_a_flipped_bit_is_not_trained_on(offloaded: Callable[..., nn.Module], st
         run.step()
     assert all(torch.equal(one, other) for one, other in zip(run.losses, expected.losses, strict=True))
     memascend.flush(model)
-    generation = model._memascend.runtime.generation  # type: ignore[union-attr]
+    generation = model._memascend.runtime.store.generation  # type: ignore[union-attr]
     row = int(TOKENS[1]) if touched else int(TOKENS[1]) + 2_048
     flip(store / lab.VOLUME, build().embed.weight[row].detach())
     with pytest.raises(
         memascend.StoreError, match=r"embed\.weight: \d+ bytes at offset .* not those that were written"
     ):
         run.step(torch.tensor([3, row]))
-    assert model._memascend.runtime.generation == generation  # type: ignore[union-attr]
+    assert model._memascend.runtime.store.generation == generation  # type: ignore[union-attr]
 
 
 def read_by_lookup(model: nn.Module, tokens: torch.Tensor) -> int:

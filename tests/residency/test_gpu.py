@@ -155,7 +155,7 @@ def test_a_lease_returns_after_the_copy_from_it(store: Path, allocator: str) -> 
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     for number in range(3):
-        lease = runtime.lease_unit(size)
+        lease = runtime.memory.lease_unit(size)
         assert lease is not None
         tensor = torch.frombuffer(lease, dtype=torch.uint8)
         tensor.fill_(number)
@@ -164,9 +164,9 @@ def test_a_lease_returns_after_the_copy_from_it(store: Path, allocator: str) -> 
             device.copy_(tensor, non_blocking=True)
         ForTests.return_after(lease, stream.cuda_stream)
         del tensor, lease
-        assert runtime.lease_unit(size) is None, "the buffer is free while the device reads it"
+        assert runtime.memory.lease_unit(size) is None, "the buffer is free while the device reads it"
         stream.synchronize()
-        lease = runtime.lease_unit(size)
+        lease = runtime.memory.lease_unit(size)
         assert lease is not None, "the stream is done"
         torch.frombuffer(lease, dtype=torch.uint8).fill_(255)
         del lease

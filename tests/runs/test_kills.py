@@ -20,7 +20,7 @@ import torch
 from commands import command, words_of
 from safetensors.torch import load_file
 
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 
 KILLS = int(os.environ.get("MEMASCEND_KILLS", "6"))
 STEPS = 12
@@ -132,7 +132,7 @@ def test_a_run_killed_at_any_instant_comes_to_the_same_end(tmp_path: Path, model
             kills += 1
             resumed += on
             if (room / "store" / "memascend.json").exists() and kills % 5 == 0:
-                store = KeptStore([room / "store"])
+                store = ClosedStore([room / "store"])
                 assert store.verify(lambda _done, _total: None) == []
                 store.close()
         taken = losses(room / "metrics.jsonl")

@@ -4,9 +4,9 @@ mod arriving;
 mod compute;
 mod coordinator;
 mod groups;
-mod kept;
 mod part;
 mod piece;
+mod resident_states;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -24,21 +24,21 @@ pub use self::arriving::ArrivingUpdate;
 use self::compute::compute;
 use self::coordinator::Coordinator;
 use self::groups::Groups;
-pub use self::kept::KeptStates;
 use self::part::PartRead;
 pub use self::part::write_part;
-use self::piece::Work;
-use crate::{ExecError, Pending, Result, Underway, UnitWeights, UpdateTensor};
+use self::piece::UpdatePiece;
+pub use self::resident_states::ResidentStates;
+use crate::{ExecError, InFlight, InFlightCounter, Result, UnitWeights, UpdateTensor};
 
 /// A job under way.
 pub struct Ticket {
-    ready: Arc<Pending>,
-    groups: Vec<Arc<Pending>>,
+    ready: Arc<InFlightCounter>,
+    groups: Vec<Arc<InFlightCounter>>,
 }
 
 impl Ticket {
     /// Waits until the unit's (updated) weights are in the lease. Write-back may still be under
-    /// way; the unit's [`Pending`] counts it.
+    /// way; the unit's [`InFlightCounter`] counts it.
     pub fn wait(&self) -> Result<()> {
         self.ready.wait()
     }
@@ -50,7 +50,7 @@ impl Ticket {
 
     /// The groups of elements whose updated weights are counted by themselves: each is idle when all
     /// of its weights are written. See [`Executor::update_in_groups`].
-    pub fn groups(&self) -> &[Arc<Pending>] {
+    pub fn groups(&self) -> &[Arc<InFlightCounter>] {
         &self.groups
     }
 }
@@ -75,10 +75,10 @@ struct Busy {
 }
 
 struct Job {
-    pending: Arc<Pending>,
+    pending: Arc<InFlightCounter>,
     order: Order,
     ticket: Arc<Ticket>,
-    ready: Underway,
+    ready: InFlight,
 }
 
 enum Order {
@@ -92,7 +92,7 @@ enum Order {
     Arrived(ArrivedChunk),
     Part(PartRead),
     /// Each tensor keeps no more in memory than so many bytes.
-    LetGo(Vec<(TensorId, u64)>),
+    Release(Vec<(TensorId, u64)>),
 }
 
 impl Executor {
@@ -114,14 +114,14 @@ impl Executor {
         slot_bytes: usize,
         chunk_elements: usize,
         compute_threads: usize,
-        kept: Option<KeptStates>,
+        kept: Option<ResidentStates>,
     ) -> Result<Self> {
         assert!(
             chunk_elements > 0 && chunk_elements.is_multiple_of(GRADIENT_BLOCK),
             "chunks are whole gradient blocks"
         );
         let (jobs, accepted) = unbounded::<Job>();
-        let (computed, work) = unbounded::<Work>();
+        let (computed, work) = unbounded::<UpdatePiece>();
         let mut threads = Vec::new();
         let compute_threads = compute_threads.max(1);
         let busy = Arc::<Busy>::default();
@@ -159,7 +159,7 @@ impl Executor {
     /// write-back of the same unit and spills of its gradients.
     pub fn fetch(
         &self,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
         weights: Option<UnitWeights>,
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
@@ -170,7 +170,7 @@ impl Executor {
     /// waits for none of them. Earlier write-back of these tensors has ended.
     pub fn update_beside(
         &self,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
         weights: UnitWeights,
         updates: Vec<UpdateTensor>,
     ) -> Arc<Ticket> {
@@ -183,7 +183,7 @@ impl Executor {
     /// ticket is ready once all chunks have arrived and are computed.
     pub fn update_arriving(
         &self,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
         weights: UnitWeights,
         update: UpdateTensor,
         beside: bool,
@@ -199,7 +199,7 @@ impl Executor {
     /// If `elements` is 0.
     pub fn update_in_groups(
         &self,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
         weights: UnitWeights,
         update: UpdateTensor,
         elements: usize,
@@ -218,7 +218,7 @@ impl Executor {
     /// The range is in the tensor and begins at a page.
     pub fn read_part(
         &self,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
         tensor: TensorId,
         offset: u64,
         buffer: LeaseSlice,
@@ -230,7 +230,7 @@ impl Executor {
     /// As [`Executor::read_part`], of bytes that are known to be written: waits for nothing.
     pub fn read_written(
         store: &Store,
-        pending: &Arc<Pending>,
+        pending: &Arc<InFlightCounter>,
         tensor: TensorId,
         offset: u64,
         buffer: LeaseSlice,
@@ -246,11 +246,15 @@ impl Executor {
     /// to wait for the ticket.
     ///
     /// An update may keep more again, unless its [`UpdateTensor::kept_elements`] are fewer.
-    pub fn let_go_beyond(&self, pending: Arc<Pending>, tensors: Vec<(TensorId, u64)>) -> Arc<Ticket> {
-        self.send(pending, Order::LetGo(tensors))
+    pub fn release_states(
+        &self,
+        pending: Arc<InFlightCounter>,
+        tensors: Vec<(TensorId, u64)>,
+    ) -> Arc<Ticket> {
+        self.send(pending, Order::Release(tensors))
     }
 
-    fn send(&self, pending: Arc<Pending>, order: Order) -> Arc<Ticket> {
+    fn send(&self, pending: Arc<InFlightCounter>, order: Order) -> Arc<Ticket> {
         let groups = match &order {
             Order::Fetch { groups: Some(groups), .. } => groups.pending(),
             _ => Vec::new(),

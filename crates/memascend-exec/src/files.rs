@@ -8,7 +8,7 @@ use memascend_mem::{HostAllocator, LeaseSlice, Origin, PAGE_BYTES, PageableAlloc
 use memascend_store::ExternalFile;
 
 use crate::packing::Packing;
-use crate::{ExecError, Result, Underway};
+use crate::{ExecError, InFlight, Result};
 
 /// Threads that read external files, and so reads in flight: each has one window.
 pub const FILE_WINDOWS: usize = 4;
@@ -34,17 +34,17 @@ pub struct FilePart {
 /// multiple of a block, so each thread reads whole blocks into a window and copies the part from
 /// there. Memory is several times as fast as a drive.
 pub(crate) struct FileReader {
-    pieces: Option<Sender<Piece>>,
+    pieces: Option<Sender<FilePiece>>,
     threads: Vec<JoinHandle<()>>,
     origin: Origin,
 }
 
 /// The bytes that one thread reads at once: as many of a stored part as one window holds.
-struct Piece {
+struct FilePiece {
     file: Arc<ExternalFile>,
     position: u64,
     buffer: LeaseSlice,
-    read: Underway,
+    read: InFlight,
     /// How the part is stored, and its first element that is read.
     packed: Option<(Arc<Packing>, usize)>,
 }
@@ -55,7 +55,7 @@ impl FileReader {
     /// # Errors
     /// If there is no memory for the windows, or the system starts no thread.
     pub(crate) fn new() -> Result<Self> {
-        let (pieces, accepted) = unbounded::<Piece>();
+        let (pieces, accepted) = unbounded::<FilePiece>();
         let mut threads = Vec::with_capacity(FILE_WINDOWS);
         for index in 0..FILE_WINDOWS {
             let window = PageableAllocator::default().allocate(FILE_WINDOW_BYTES)?;
@@ -64,7 +64,7 @@ impl FileReader {
                 // SAFETY: the block is this thread's own, and lives as long as the slice.
                 let window =
                     unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), FILE_WINDOW_BYTES) };
-                for Piece { file, position, buffer, read, packed } in accepted {
+                for FilePiece { file, position, buffer, read, packed } in accepted {
                     // SAFETY: no other code uses the range until the read has ended, and ranges do
                     // not overlap.
                     let target = unsafe { buffer.as_mut_slice() };
@@ -85,7 +85,7 @@ impl FileReader {
 
     /// Starts reading `part` into `buffer`, which has the same length. `begin` begins the operation
     /// of each piece.
-    pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> Underway) {
+    pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> InFlight) {
         let pieces = self.pieces.as_ref().expect("open until dropped");
         let mut done = 0;
         if let Some(packing) = &part.packing {
@@ -94,7 +94,7 @@ impl FileReader {
                 let packed = Some((Arc::clone(packing), done / 2));
                 let (file, position) = (Arc::clone(&part.file), part.position);
                 let piece =
-                    Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed };
+                    FilePiece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed };
                 let _ = pieces.send(piece);
                 done += bytes;
             }
@@ -106,7 +106,7 @@ impl FileReader {
             let bytes = (FILE_WINDOW_BYTES - (position % PAGE_BYTES as u64) as usize).min(part.bytes - done);
             let file = Arc::clone(&part.file);
             let piece =
-                Piece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed: None };
+                FilePiece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed: None };
             // A refused piece is dropped, which ends its operation with an error.
             let _ = pieces.send(piece);
             done += bytes;

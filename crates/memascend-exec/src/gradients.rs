@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use memascend_mem::{Lease, LeaseSlice, LockExt, round_up_to_page};
 use memascend_store::Extent;
 
-use crate::{Pending, Result, STAGING_RESERVE, Staging};
+use crate::{InFlightCounter, Result, STAGING_RESERVE, Staging};
 use memascend_kernels::{GRADIENT_BLOCK, GradientStats, Projection, Projector, Scratch};
 
-use self::adders::{Adders, Work};
+use self::adders::{AdderWork, Adders};
 pub(crate) use self::arriving::{Arrivals, Arriving};
 pub use self::dtypes::GradientDtypes;
 pub(crate) use self::dtypes::widen;
@@ -43,15 +43,15 @@ struct Record {
     dtypes: GradientDtypes,
     numel: usize,
     packed: bool,
-    pending: Arc<Pending>,
+    pending: Arc<InFlightCounter>,
     /// Counts captures from a device that have not ended; everything else waits for them.
-    arriving: Arc<Pending>,
+    arriving: Arc<InFlightCounter>,
     /// How often the gradient was captured, cleared or taken; changed under the place's lock.
     changes: AtomicU64,
-    place: Mutex<Place>,
+    place: Mutex<GradientPlace>,
 }
 
-enum Place {
+enum GradientPlace {
     /// Cut into chunks, each in a staging buffer or on the SSD.
     Chunks { extent: Extent, chunks: Vec<Chunk> },
     /// Small tensors packed together: a buffer of their own for the whole run.
@@ -123,13 +123,13 @@ impl Gradients {
         name: &str,
         dtypes: impl Into<GradientDtypes>,
         numel: usize,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
     ) -> Result<GradientId> {
         let dtypes = dtypes.into();
         let bytes = numel * dtypes.kept_bytes();
         let extent = self.staging.store().allocate(name, bytes as u64)?;
         let chunks = vec![Chunk::Empty; numel.div_ceil(self.chunk_elements)];
-        Ok(self.insert(dtypes, numel, pending, Place::Chunks { extent, chunks }))
+        Ok(self.insert(dtypes, numel, pending, GradientPlace::Chunks { extent, chunks }))
     }
 
     /// Registers `buffer` for the gradients of small tensors packed together.
@@ -141,7 +141,7 @@ impl Gradients {
     ) -> GradientId {
         let dtypes = dtypes.into();
         assert!(numel * dtypes.kept_bytes() <= buffer.bytes(), "the buffer holds the pack");
-        self.insert(dtypes, numel, Arc::default(), Place::Packed { buffer })
+        self.insert(dtypes, numel, Arc::default(), GradientPlace::Packed { buffer })
     }
 
     /// [`Gradients::create_packed`] in a staging buffer, which has no other use from then on. `None` if no more
@@ -210,7 +210,7 @@ impl Gradients {
         let mut place = record.settled();
         record.changed();
         match &mut *place {
-            Place::Packed { buffer } => {
+            GradientPlace::Packed { buffer } => {
                 let element = dtypes.kept_bytes();
                 let target = buffer.narrow(start * element, numel * element);
                 // SAFETY: the record's lock is held and the pack's buffer belongs to the record; an
@@ -221,7 +221,7 @@ impl Gradients {
                     projector.add(target);
                 }
             }
-            Place::Chunks { extent, chunks } => {
+            GradientPlace::Chunks { extent, chunks } => {
                 record.pending.wait()?;
                 self.capture_chunks(&record, *extent, chunks, 0, source, accumulate, &mut stats, projector)?;
             }
@@ -307,7 +307,7 @@ impl Gradients {
                 let address = NonNull::from(part).cast();
                 // SAFETY: the source is there until this function returns, and the work ends before.
                 let source = unsafe { LeaseSlice::of_caller(address, part.len()) };
-                works.push(Work::Merge { source, target: target.clone(), add });
+                works.push(AdderWork::Merge { source, target: target.clone(), add });
                 rooms.push((room, target, stays));
             }
             // SAFETY: the record's lock is held; the rooms are fresh or belong to the record.
@@ -348,7 +348,7 @@ impl Gradients {
         let records = self.records.locked().clone();
         for record in &records {
             let mut place = record.settled();
-            let Place::Chunks { extent, chunks } = &mut *place else { continue };
+            let GradientPlace::Chunks { extent, chunks } = &mut *place else { continue };
             record.pending.wait()?;
             let chunk_bytes = self.chunk_elements * record.dtypes.kept_bytes();
             let bytes = record.numel * record.dtypes.kept_bytes();
@@ -375,7 +375,7 @@ impl Gradients {
         let record = self.record(id);
         let mut place = record.settled();
         record.changed();
-        if let Place::Chunks { chunks, .. } = &mut *place {
+        if let GradientPlace::Chunks { chunks, .. } = &mut *place {
             chunks.fill(Chunk::Empty);
         }
     }
@@ -386,8 +386,8 @@ impl Gradients {
         let mut place = record.settled();
         record.changed();
         let place = match &mut *place {
-            Place::Packed { buffer } => SourcePlace::Packed { buffer: buffer.clone() },
-            Place::Chunks { extent, chunks } => {
+            GradientPlace::Packed { buffer } => SourcePlace::Packed { buffer: buffer.clone() },
+            GradientPlace::Chunks { extent, chunks } => {
                 let empty = vec![Chunk::Empty; chunks.len()];
                 let chunks = std::mem::replace(chunks, empty);
                 SourcePlace::Chunks { extent: *extent, chunk_elements: self.chunk_elements, chunks }
@@ -423,14 +423,14 @@ impl Gradients {
         let place = record.settled();
         record.pending.wait()?;
         let (extent, chunks) = match &*place {
-            Place::Packed { buffer } => {
+            GradientPlace::Packed { buffer } => {
                 let source = buffer.narrow(start * element, numel * element);
                 // SAFETY: the record's lock is held, and no update is under way on a gradient that a
                 // step has not taken yet.
                 consume(unsafe { source.as_slice() });
                 return Ok(());
             }
-            Place::Chunks { extent, chunks } => (*extent, chunks),
+            GradientPlace::Chunks { extent, chunks } => (*extent, chunks),
         };
         let (bytes, chunk_bytes) = (numel * element, self.chunk_elements * element);
         let mut index = 0;
@@ -512,10 +512,10 @@ impl Gradients {
         &self,
         dtypes: GradientDtypes,
         numel: usize,
-        pending: Arc<Pending>,
-        place: Place,
+        pending: Arc<InFlightCounter>,
+        place: GradientPlace,
     ) -> GradientId {
-        let packed = matches!(place, Place::Packed { .. });
+        let packed = matches!(place, GradientPlace::Packed { .. });
         let (arriving, place) = (Arc::default(), Mutex::new(place));
         let mut records = self.records.locked();
         let changes = AtomicU64::new(0);
@@ -543,7 +543,7 @@ impl Record {
 
     /// Locks the place once no capture from a device is under way. The error of a failed one went
     /// to its caller.
-    fn settled(&self) -> MutexGuard<'_, Place> {
+    fn settled(&self) -> MutexGuard<'_, GradientPlace> {
         loop {
             let _ = self.arriving.wait();
             let place = self.place.locked();

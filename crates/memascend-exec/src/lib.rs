@@ -6,8 +6,8 @@ mod error;
 mod executor;
 mod files;
 mod gradients;
+mod in_flight;
 mod packing;
-mod pending;
 mod rows;
 mod staging;
 mod stash;
@@ -18,11 +18,11 @@ pub use device::{
     HostCopy, ProjectedNumbers, Restore,
 };
 pub use error::{ExecError, Result};
-pub use executor::{ArrivingUpdate, Executor, KeptStates, Ticket, write_part};
+pub use executor::{ArrivingUpdate, Executor, ResidentStates, Ticket, write_part};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
+pub use in_flight::{InFlight, InFlightCounter, InFlightRead};
 pub use packing::{Nested, Packing, Stored};
-pub use pending::{Pending, Reading, Underway};
 pub use staging::{STAGING_RESERVE, Staging};
 pub use stash::Stash;
 pub use update::{Address, Segment, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor};

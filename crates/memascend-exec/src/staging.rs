@@ -12,7 +12,7 @@ use memascend_mem::{Lease, LeaseSlice, LockExt, PAGE_BYTES, Pool, round_up_to_pa
 use memascend_nvme::Operation;
 use memascend_store::{Extent, Store};
 
-use crate::{ExecError, Pending, Result};
+use crate::{ExecError, InFlightCounter, Result};
 use memascend_kernels::{GRADIENT_BLOCK, Plane};
 
 /// How long a staging buffer may take to come free before the drive counts as hung, in seconds.
@@ -190,7 +190,7 @@ impl Staging {
         offset: usize,
         chunk: Arc<Lease>,
         bytes: usize,
-        pending: &Arc<Pending>,
+        pending: &Arc<InFlightCounter>,
     ) {
         let buffer = LeaseSlice::new(chunk, 0, round_up_to_page(bytes));
         self.write_buffer(extent, offset, buffer, pending);
@@ -202,7 +202,7 @@ impl Staging {
         extent: Extent,
         offset: usize,
         buffer: LeaseSlice,
-        pending: &Arc<Pending>,
+        pending: &Arc<InFlightCounter>,
     ) {
         let write = pending.begin();
         let done =
@@ -211,7 +211,7 @@ impl Staging {
     }
 
     /// Writes `source` to `extent`. Returns when all of it is copied; `pending` counts the writes.
-    pub fn write(&self, extent: Extent, source: &[u8], pending: &Arc<Pending>) -> Result<()> {
+    pub fn write(&self, extent: Extent, source: &[u8], pending: &Arc<InFlightCounter>) -> Result<()> {
         for (index, part) in source.chunks(self.chunk_bytes).enumerate() {
             let chunk = self.chunk()?;
             let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, part.len());
@@ -263,7 +263,7 @@ impl Staging {
         extent: Extent,
         plane: Plane,
         values: &[f32],
-        pending: &Arc<Pending>,
+        pending: &Arc<InFlightCounter>,
     ) -> Result<()> {
         let elements = self.elements_of(plane);
         for (index, part) in values.chunks(elements).enumerate() {

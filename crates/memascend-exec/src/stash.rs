@@ -5,15 +5,15 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use memascend_mem::{Lease, LeaseSlice, LockExt, Origin};
 use memascend_store::Extent;
 
-use crate::device::{Copies, Download, Outcome};
-use crate::{ExecError, Pending, Result, Staging};
+use crate::device::{Copies, DeviceFuture, Download};
+use crate::{ExecError, InFlightCounter, Result, Staging};
 
 /// Bytes put aside for a while: in spare staging buffers, and on the SSD when no buffer is spare.
 /// Dropping the stash frees both.
 pub struct Stash {
     stashed: Arc<Stashed>,
     /// For a stash from a device: whether the bytes were copied.
-    copied: Option<Arc<Outcome<()>>>,
+    copied: Option<Arc<DeviceFuture<()>>>,
 }
 
 /// Where the bytes lie. A thread that copies them shares this value, so that the space is freed
@@ -21,13 +21,13 @@ pub struct Stash {
 pub(crate) struct Stashed {
     staging: Weak<Staging>,
     bytes: usize,
-    places: Mutex<Places>,
-    pending: Arc<Pending>,
+    places: Mutex<StashPlaces>,
+    pending: Arc<InFlightCounter>,
     origin: Origin,
 }
 
 #[derive(Clone, Default)]
-struct Places {
+struct StashPlaces {
     /// The chunks in host memory, by index; None for a chunk in `extent`.
     chunks: Vec<Option<Arc<Lease>>>,
     extent: Option<Extent>,
@@ -50,7 +50,7 @@ impl Stash {
     }
 
     /// A stash whose bytes another thread copies.
-    pub(crate) fn arriving(staging: &Arc<Staging>, bytes: usize, copied: Arc<Outcome<()>>) -> Self {
+    pub(crate) fn arriving(staging: &Arc<Staging>, bytes: usize, copied: Arc<DeviceFuture<()>>) -> Self {
         Self { stashed: Arc::new(Stashed::new(staging, bytes)), copied: Some(copied) }
     }
 
@@ -146,7 +146,7 @@ impl Stashed {
     ) -> Result<()> {
         let staging = self.staging.upgrade().ok_or(ExecError::Closed)?;
         self.pending.wait()?;
-        let Places { chunks, extent } = self.lock().clone();
+        let StashPlaces { chunks, extent } = self.lock().clone();
         let chunk_bytes = staging.chunk_bytes();
         assert_eq!(chunks.len(), self.bytes.div_ceil(chunk_bytes), "a stash is restored as a whole");
         let mut index = 0;
@@ -168,7 +168,7 @@ impl Stashed {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Places> {
+    fn lock(&self) -> MutexGuard<'_, StashPlaces> {
         self.places.locked()
     }
 }

@@ -28,9 +28,9 @@ pub struct UnitWeights {
     /// A buffer that holds them all. Without one only the tensors that are updated are read, each
     /// piece into the update slot, and `files` are not.
     pub lease: Option<Arc<Lease>>,
-    /// Keep the weights in the lease until [`Store::let_go`](memascend_store::Store::let_go): the next
+    /// Keep the weights in the lease until [`Store::release`](memascend_store::Store::release): the next
     /// job on the same lease finds them there, and reads nothing.
-    pub stays: bool,
+    pub resident: bool,
     /// Write updated weights that are resident, whatever the update says of resident data.
     pub write_through: bool,
 }
@@ -92,7 +92,7 @@ pub struct UpdateTensor {
     /// The states of all segments' rules; segments whose rules have a plane in common share it.
     pub planes: Vec<UpdatePlane>,
     /// How many elements, counted from the first, keep their states in memory, as far as there is
-    /// room: see [`KeptStates`](crate::KeptStates).
+    /// room: see [`ResidentStates`](crate::ResidentStates).
     pub kept_elements: usize,
     /// Whether resident results are written as well. Otherwise the next commit writes them.
     pub write_through: bool,

@@ -5,7 +5,7 @@ mod support;
 
 use std::sync::Arc;
 
-use memascend_exec::{GradientDtypes, GradientId, Gradients, Pending, Result, Staging};
+use memascend_exec::{GradientDtypes, GradientId, Gradients, InFlightCounter, Result, Staging};
 use memascend_kernels::{
     Dtype, GRADIENT_BLOCK, GradientStats, round_bf16, round_f16, stats_bf16, widen_bf16, widen_f16,
 };
@@ -35,7 +35,7 @@ impl Captures {
         Self { gradients: Gradients::new(staging, chunk_elements), chunks, chunk_elements, bench }
     }
 
-    fn create(&self, dtype: Dtype, numel: usize) -> (GradientId, Arc<Pending>) {
+    fn create(&self, dtype: Dtype, numel: usize) -> (GradientId, Arc<InFlightCounter>) {
         create(&self.gradients, dtype, numel)
     }
 
@@ -142,7 +142,7 @@ proptest! {
             {staging_chunks} staging chunks, {volumes} volumes");
         within_patience(&what.clone(), move || {
             let captures = Captures::new(kind, volumes, chunk_blocks, staging_chunks);
-            let pending = Arc::<Pending>::default();
+            let pending = Arc::<InFlightCounter>::default();
             let created = captures.gradients.create("w", GradientDtypes::ROUNDED, numel, Arc::clone(&pending));
             let (id, mut random) = (created.unwrap(), Random(seed));
             let mut sum = vec![0; numel];

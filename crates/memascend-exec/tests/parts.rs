@@ -5,7 +5,7 @@ mod support;
 
 use std::sync::Arc;
 
-use memascend_exec::{ExecError, Executor, Pending, Staging, write_part};
+use memascend_exec::{ExecError, Executor, InFlightCounter, Staging, write_part};
 use memascend_kernels::Weight;
 use memascend_mem::{Lease, LeaseSlice, OutsideMemory};
 use memascend_nvme::Volume;
@@ -214,7 +214,7 @@ fn a_failed_read_of_rows_names_the_tensor() {
     });
 }
 
-fn write_all(bench: &Bench, pending: &Arc<Pending>, id: TensorId, values: &[u8], part_bytes: usize) {
+fn write_all(bench: &Bench, pending: &Arc<InFlightCounter>, id: TensorId, values: &[u8], part_bytes: usize) {
     let outside = Arc::<OutsideMemory>::default();
     let leases = [(); 2].map(|()| Arc::new(outside.lease(part_bytes).unwrap()));
     let mut tickets = std::collections::VecDeque::new();
@@ -238,7 +238,7 @@ fn a_tensor_written_in_parts_is_read_in_parts() {
             let bench = Bench::new(kind, 2);
             let slots = pool(12 * BLOCK, 1);
             bench.store.register(&slots);
-            let (pending, outside) = (Arc::<Pending>::default(), Arc::<OutsideMemory>::default());
+            let (pending, outside) = (Arc::<InFlightCounter>::default(), Arc::<OutsideMemory>::default());
             let part_bytes = 3 * 4096 * 41;
             let bytes = 5 * part_bytes + 1_000;
             let id = bench.store.create_tensor("table", bytes as u64).unwrap();
@@ -325,7 +325,7 @@ fn a_failed_read_of_a_part_is_its_tickets_alone() {
         let id = bench.put("table", &random_bytes(1, MIB)).unwrap();
         let executor =
             Executor::new(Arc::clone(&bench.store), pool(12 * BLOCK, 1), 12 * BLOCK, BLOCK, 1, None).unwrap();
-        let (pending, outside) = (Arc::<Pending>::default(), Arc::<OutsideMemory>::default());
+        let (pending, outside) = (Arc::<InFlightCounter>::default(), Arc::<OutsideMemory>::default());
         let buffer = LeaseSlice::new(Arc::new(outside.lease(8_192).unwrap()), 0, 8_192);
         let read = executor.read_part(Arc::clone(&pending), id, 4_096, buffer);
         let error = read.wait().unwrap_err();

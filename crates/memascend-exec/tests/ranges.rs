@@ -4,7 +4,7 @@ mod support;
 
 use std::sync::Arc;
 
-use memascend_exec::{ExecError, GradientDtypes, GradientId, Gradients, Pending, Result, Staging};
+use memascend_exec::{ExecError, GradientDtypes, GradientId, Gradients, InFlightCounter, Result, Staging};
 use memascend_kernels::{Dtype, GRADIENT_BLOCK, GradientStats};
 use memascend_mem::Pool;
 use memascend_nvme::testing::Faults;
@@ -28,7 +28,7 @@ struct Captures {
     numel: usize,
     whole: GradientId,
     ranges: GradientId,
-    pending: Arc<Pending>,
+    pending: Arc<InFlightCounter>,
     bench: Bench,
 }
 
@@ -52,7 +52,7 @@ impl Captures {
         let chunks = pool(chunk_elements * 4, staging_chunks);
         let staging = Staging::new(Arc::clone(&bench.store), chunks.clone(), chunk_elements * 4);
         let gradients = Gradients::new(staging, chunk_elements);
-        let pending = Arc::<Pending>::default();
+        let pending = Arc::<InFlightCounter>::default();
         let create = |name| gradients.create(name, dtypes, numel, Arc::clone(&pending)).unwrap();
         let (whole, ranges) = (create("whole.gradient"), create("w.gradient"));
         Self { whole, ranges, gradients, chunks, dtypes, dtype, numel, pending, bench }

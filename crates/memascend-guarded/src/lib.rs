@@ -5,7 +5,7 @@ use proc_macro::{Delimiter, Group, Spacing, TokenStream, TokenTree};
 /// Has a function, or every function of an `impl`, return a panic as an error. The name of the function that
 /// does it is `crate::panics::guard`; a function that returns no `PyResult` returns one from now on.
 ///
-/// It stands above `#[pymethods]` and `#[pyfunction]`, which see what it has made.
+/// It stands above `#[pymethods]` and `#[pyfunction]`, which see the guarded functions.
 #[proc_macro_attribute]
 pub fn guarded(_: TokenStream, item: TokenStream) -> TokenStream {
     let mut tokens: Vec<TokenTree> = item.into_iter().collect();

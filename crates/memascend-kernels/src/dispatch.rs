@@ -192,11 +192,11 @@ pub(super) trait Level {
     type Half: Format<Element = u16>;
     /// Does the work in a function of its own. Where many loops are in one function, LLVM moves the
     /// constants of all in front of them, and has no registers left within.
-    fn outlined<W: Work>(work: W);
+    fn outlined<W: KernelBody>(work: W);
 }
 
 /// The body of [`Level::outlined`].
-pub(super) trait Work {
+pub(super) trait KernelBody {
     /// Always inlined, so that it is compiled for the instruction set.
     fn run(self);
 }
@@ -210,10 +210,10 @@ impl Level for Wide {
     const ISA: Isa = Isa::Avx512;
     type Half = F16c;
     #[inline(always)]
-    fn outlined<W: Work>(work: W) {
+    fn outlined<W: KernelBody>(work: W) {
         #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
-        fn outlined<W: Work>(work: W) {
+        fn outlined<W: KernelBody>(work: W) {
             work.run();
         }
         // SAFETY: the caller is compiled for the same.
@@ -230,10 +230,10 @@ impl Level for Narrow {
     const ISA: Isa = Isa::Avx2;
     type Half = F16c;
     #[inline(always)]
-    fn outlined<W: Work>(work: W) {
+    fn outlined<W: KernelBody>(work: W) {
         #[inline(never)]
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn outlined<W: Work>(work: W) {
+        fn outlined<W: KernelBody>(work: W) {
             work.run();
         }
         // SAFETY: the caller is compiled for the same.
@@ -249,7 +249,7 @@ impl Level for Plain {
     const ISA: Isa = Isa::Baseline;
     type Half = F16;
     #[inline(never)]
-    fn outlined<W: Work>(work: W) {
+    fn outlined<W: KernelBody>(work: W) {
         work.run();
     }
 }

@@ -22,9 +22,10 @@ pub use cuda::library::Cudart;
 pub use cuda::stream::CudaStream;
 pub use error::{MemError, Result};
 pub use fork::Origin;
-pub use malloc::{GROWTH_BYTES, keep_large_blocks, return_holes_to_system, return_large_blocks_to_system};
+pub use malloc::{GROWTH_BYTES, keep_large_blocks, return_large_blocks_to_system, trim_heap};
 pub use pool::{
-    ClassAtPeak, ClassPlace, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, SizeClass, Watcher,
+    ClassAtPeak, ClassPlace, Fence, Lease, LeaseSlice, OutsideMemory, Pool, PoolCounters, ResizeListener,
+    SizeClass,
 };
 pub use size::Size;
 pub use sync::{LockExt, WaitExt};

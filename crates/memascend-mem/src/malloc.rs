@@ -57,7 +57,7 @@ pub fn return_large_blocks_to_system() {
 /// objects that live for the whole pass, and the holes of the next layer are elsewhere: 0.9 MiB a
 /// layer at width 768 and 64 tokens. The process may have grown for another reason; then one call
 /// is in vain, and the next compares with the larger size. It does nothing with another libc.
-pub fn return_holes_to_system(pass_begins: bool, growth_bytes: usize) {
+pub fn trim_heap(pass_begins: bool, growth_bytes: usize) {
     let Some(held) = anonymous_bytes() else { return };
     if held >= HELD_BYTES.load(Relaxed).saturating_add(growth_bytes) {
         trim();

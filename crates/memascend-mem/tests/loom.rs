@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use loom::sync::atomic::{AtomicBool, Ordering};
-use memascend_mem::{Fence, PageableAllocator, Pool, Result, SizeClass, Watcher};
+use memascend_mem::{Fence, PageableAllocator, Pool, ResizeListener, Result, SizeClass};
 
 const PATIENCE: Duration = Duration::from_secs(3600); // loom's waits never time out: a lost call is a deadlock
 
@@ -67,7 +67,7 @@ fn a_request_that_does_not_wait_is_served_or_refused() {
 /// Says that memory is none any more, as the system would.
 struct Memory(AtomicBool);
 
-impl Watcher for Memory {
+impl ResizeListener for Memory {
     fn committed(&self, _parts: &[Range<usize>]) {
         assert!(!self.0.swap(true, Ordering::SeqCst), "committed twice");
     }
@@ -81,7 +81,7 @@ fn elastic() -> (Pool, Arc<Memory>) {
     let class = SizeClass::new("test", 1, 1).up_to(1);
     let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
     let memory = Arc::new(Memory(AtomicBool::new(false)));
-    pool.watch(Arc::downgrade(&memory) as Weak<dyn Watcher>);
+    pool.add_resize_listener(Arc::downgrade(&memory) as Weak<dyn ResizeListener>);
     (pool, memory)
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use memascend_exec::{GradientId, Pending, ProjectedNumbers, Staging};
+use memascend_exec::{GradientId, InFlightCounter, ProjectedNumbers, Staging};
 use memascend_guarded::guarded;
 use memascend_kernels::{
     ChannelSquares, Projected, Projector, Purpose, Scratch, channel_factors, factors_of, squares_of,
@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::handles;
 use crate::host::{elements, elements_mut, parse_dtype};
-use crate::parts::Parts;
+use crate::runtime::RuntimeInner;
 
 /// How the gradient of a matrix is projected.
 #[pyclass(frozen, eq, module = "memascend._memascend")]
@@ -51,7 +51,7 @@ impl Projection {
         self.0.rank
     }
 
-    /// What every element of the random matrix is made from, with its index.
+    /// Every element of the random matrix is made from this and its index.
     #[getter]
     fn key(&self) -> u64 {
         self.0.key()
@@ -117,7 +117,7 @@ impl Projection {
     }
 }
 
-/// What the factors of one step depend on, beside the gradient.
+/// The inputs of the factors of one step, beside the gradient.
 #[pyclass(frozen, module = "memascend._memascend")]
 #[derive(Clone, Copy)]
 pub(crate) struct FactorOptions(memascend_kernels::FactorOptions);
@@ -153,7 +153,7 @@ impl FactorOptions {
     }
 }
 
-/// What a gradient's projection has measured.
+/// The measures of a gradient's projection.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ProjectedGradient(pub Projected);
 
@@ -185,7 +185,7 @@ impl ProjectedGradient {
         self.0.channels()
     }
 
-    /// Writes what was measured of some of the channels to an address: `Projection.rank` and 2 more float32 for each.
+    /// Writes the measures of some channels to an address: `Projection.rank` and 2 more float32 for each.
     fn write(&self, first: usize, channels: usize, address: usize) {
         // SAFETY: the Python layer passes a live CPU tensor of so many numbers.
         let target = unsafe { elements_mut(address, channels * (self.0.projection().rank + 2)) };
@@ -206,9 +206,9 @@ impl ProjectedGradient {
         (ChannelFactors::of(self.0.projection(), factors), norm)
     }
 
-    /// Projects a share of a gradient: see `Runtime.project_share`.
+    /// Projects a share of a gradient: see `RuntimeProjections.project_share`.
     pub(crate) fn of_share(
-        parts: &Parts,
+        inner: &RuntimeInner,
         gradient: GradientId,
         start: usize,
         projection: memascend_kernels::Projection,
@@ -216,7 +216,7 @@ impl ProjectedGradient {
         carried: (usize, usize),
         threads: usize,
     ) -> memascend_exec::Result<Self> {
-        let (gradients, end) = (&parts.gradients, first + count);
+        let (gradients, end) = (&inner.gradients, first + count);
         // SAFETY: the Python layer passes live, distinct CPU tensors of these sizes, and holds them for the call.
         let (carried_in, carried_out) = unsafe {
             let bytes = |end| projection.carried_bytes(end);
@@ -228,14 +228,14 @@ impl ProjectedGradient {
         Ok(Self(projector.hand_on(carried_out, gradients.scratch())))
     }
 
-    /// What another process has measured of some channels: see `Runtime.received_channels`.
+    /// The measures of some channels by another process: see `RuntimeProjections.received_channels`.
     pub(crate) fn received(
-        parts: &Parts,
+        inner: &RuntimeInner,
         projection: memascend_kernels::Projection,
         channels: usize,
         address: usize,
     ) -> Self {
-        let mut measured = Projected::room_of(projection, channels, parts.gradients.scratch());
+        let mut measured = Projected::room_of(projection, channels, inner.gradients.scratch());
         let numbers = measured.numbers_mut();
         // SAFETY: the Python layer passes a live CPU tensor of so many numbers.
         numbers.copy_from_slice(unsafe { elements(address, numbers.len()) });
@@ -297,7 +297,7 @@ impl ProjectedGradient {
         }
         let (first, second) = both.split_at_mut(count);
         let found = step(first, second);
-        let pending = Arc::new(Pending::default());
+        let pending = Arc::new(InFlightCounter::default());
         let target = staging.store().rewrite(moments)?.target;
         // SAFETY: as above; the write copies them.
         staging.write(target, unsafe { elements(address, bytes) }, &pending)?;
@@ -319,12 +319,12 @@ pub(crate) struct MeasuredArgument<'py> {
 }
 
 impl MeasuredArgument<'_> {
-    /// The numbers as a job takes them that finds the factors, and the moments in the store of `parts`.
-    pub(crate) fn numbers(&self, parts: &Parts) -> ProjectedNumbers {
+    /// The numbers as a job takes them that finds the factors, and the moments in the store of `inner`.
+    pub(crate) fn numbers(&self, inner: &RuntimeInner) -> ProjectedNumbers {
         let (projection, moments, options) =
             (self.projection.get().0, self.moments.get().0, *self.options.get());
         let (written, threads) = (self.written, self.threads);
-        let (staging, scratch) = (Arc::clone(&parts.staging), Arc::clone(parts.gradients.scratch()));
+        let (staging, scratch) = (Arc::clone(&inner.staging), Arc::clone(inner.gradients.scratch()));
         let find = move |bytes: &[u8]| {
             let mut measured = Projected::room(projection, &scratch);
             let numbers = measured.numbers_mut().iter_mut();

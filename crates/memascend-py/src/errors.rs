@@ -65,7 +65,7 @@ pub(crate) fn forked_error() -> PyErr {
     }
 }
 
-/// Raises `memascend.errors.DefectError` for a panic that said `what`.
+/// Raises `memascend.errors.DefectError` for a panic with the message `what`.
 pub(crate) fn defect_error(what: &str) -> PyErr {
     raise("DefectError", (what,))
 }
@@ -73,7 +73,7 @@ pub(crate) fn defect_error(what: &str) -> PyErr {
 /// Raises the Python exception of an executor error.
 pub(crate) fn exec_error(error: &ExecError) -> PyErr {
     match error {
-        // A thread that panicked has dropped what it was to do.
+        // A thread that panicked has dropped its task.
         ExecError::Abandoned | ExecError::Closed => match panics::last() {
             Some(panic) => defect_error(&panic),
             None => raise("MemascendError", (error.to_string(),)),

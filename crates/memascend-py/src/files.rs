@@ -1,4 +1,4 @@
-//! Files outside the store: those from which weights are read, and those of other programs.
+//! Files outside the store: weights are read from some, and other programs own the others.
 
 use std::path::PathBuf;
 use std::ptr::NonNull;
@@ -182,7 +182,7 @@ struct Started {
 
 #[derive(Default)]
 struct StartedState {
-    /// Transfers since the last wait, and those of them that have not ended.
+    /// Transfers since the last wait, and how many of them have not ended.
     count: usize,
     running: usize,
     error: Option<IoError>,

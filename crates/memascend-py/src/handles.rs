@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memascend_exec::{ExecError, Pending};
+use memascend_exec::{ExecError, InFlightCounter};
 use memascend_guarded::guarded;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::errors::exec_error;
 use crate::panics::Intact;
-use crate::parts::Parts;
+use crate::runtime::RuntimeInner;
 
 /// A tensor of the store.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
@@ -20,7 +20,7 @@ pub(crate) struct TensorId(pub memascend_store::TensorId);
 /// A commit under way.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Commit {
-    pub ready: Arc<Pending>,
+    pub ready: Arc<InFlightCounter>,
     pub generation: Arc<AtomicU64>,
 }
 
@@ -28,8 +28,8 @@ impl Commit {
     /// Starts a thread that waits for `tickets`, then for everything under way in `units`, and
     /// commits.
     pub(crate) fn begin(
-        parts: Arc<Parts>,
-        units: Vec<Arc<Pending>>,
+        inner: Arc<RuntimeInner>,
+        units: Vec<Arc<InFlightCounter>>,
         tickets: Vec<Arc<memascend_exec::Ticket>>,
         state: String,
         intact: Intact,
@@ -39,17 +39,17 @@ impl Commit {
         let run = move || {
             let begun = tickets.iter().try_for_each(|ticket| ticket.wait());
             let written = begun.and_then(|()| units.iter().try_for_each(|unit| unit.wait()));
-            // After a panic nothing says that the values are those of a step.
+            // After a panic nothing says that the values belong to one step.
             let whole =
                 written.and_then(|()| if intact.still() { Ok(()) } else { Err(ExecError::Abandoned) });
             let committed = whole.and_then(|()| {
-                let number = parts.store.commit(&state).map_err(ExecError::from)?;
+                let number = inner.store.commit(&state).map_err(ExecError::from)?;
                 generation.store(number, Ordering::Release);
                 Ok(())
             });
-            // Drop the parts before signalling, so that a caller that closes the store then is the
-            // last to hold them.
-            drop(parts);
+            // Drop the runtime before signalling, so that a caller that closes the store then is the
+            // last to hold it.
+            drop(inner);
             under_way.end(committed);
         };
         std::thread::Builder::new()

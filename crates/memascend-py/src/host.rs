@@ -24,7 +24,7 @@ pub(crate) fn parse_dtype(name: &str) -> PyResult<Dtype> {
     }
 }
 
-/// How a tensor is optimized: what a step computes, how its states are kept, and the weight's dtype
+/// How a tensor is optimized: the algorithm of a step, how its states are kept, and the weight's dtype
 /// and master.
 #[pyclass(frozen, eq, hash, module = "memascend._memascend")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -196,7 +196,7 @@ impl StepScalars {
     }
 
     /// Step number `step`, the first being 1, of APOLLO. Each channel's factor has the learning rate;
-    /// `lr` here is that of the weight's decay.
+    /// `lr` is the rate of the weight's decay here.
     #[staticmethod]
     #[pyo3(signature = (lr, weight_decay, step, *, grad_scale, maximize, seed))]
     fn apollo(lr: f64, weight_decay: f64, step: u64, grad_scale: f32, maximize: bool, seed: u64) -> Self {
@@ -364,9 +364,9 @@ pub(crate) fn return_large_blocks_to_system() {
 #[guarded]
 #[pyfunction]
 #[pyo3(signature = (pass_begins, growth_bytes = None))]
-pub(crate) fn return_holes_to_system(py: Python<'_>, pass_begins: bool, growth_bytes: Option<usize>) {
+pub(crate) fn trim_heap(py: Python<'_>, pass_begins: bool, growth_bytes: Option<usize>) {
     let growth_bytes = growth_bytes.unwrap_or(memascend_mem::GROWTH_BYTES);
-    py.detach(|| memascend_mem::return_holes_to_system(pass_begins, growth_bytes));
+    py.detach(|| memascend_mem::trim_heap(pass_begins, growth_bytes));
 }
 
 /// The instruction set of the kernels: "avx512", "avx2" or "baseline".

@@ -1,20 +1,16 @@
 //! Python bindings: conversions and nothing else.
 
 mod apollo;
-mod arguments;
-mod blocks;
+mod closed_store;
 mod device;
 mod errors;
 mod files;
-mod gradients;
 mod handles;
 mod host;
 mod lease;
 mod overflow;
 mod panics;
-mod parts;
 mod runtime;
-mod statistics;
 mod testing;
 mod tuning;
 mod volume;
@@ -33,7 +29,7 @@ mod _memascend {
     /// Elements of a gradient whose squares are summed together.
     #[pymodule_export]
     const GRADIENT_BLOCK: usize = memascend_kernels::GRADIENT_BLOCK;
-    /// What host buffers and transfers are rounded up to.
+    /// Host buffers and transfers are multiples of this.
     #[pymodule_export]
     const PAGE_BYTES: usize = memascend_mem::PAGE_BYTES;
     /// Staging chunks that data kept in host memory leaves to transfers.
@@ -48,28 +44,31 @@ mod _memascend {
     #[pymodule_export]
     use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
     #[pymodule_export]
+    use crate::closed_store::ClosedStore;
+    #[pymodule_export]
     use crate::device::{Applying, Capture, CudaEvent, DeviceLink, Restore, Stash, cuda_device_count};
     #[pymodule_export]
     use crate::files::{ExternalFile, FileEngine, FileTransfers, Packing};
     #[pymodule_export]
-    use crate::gradients::GradientRanges;
-    #[pymodule_export]
     use crate::handles::{Commit, TensorId, Ticket};
     #[pymodule_export]
     use crate::host::{
-        Plane, Rule, StepScalars, gradient_stats, instruction_set, keep_large_blocks, return_holes_to_system,
-        return_large_blocks_to_system, step_host,
+        Plane, Rule, StepScalars, gradient_stats, instruction_set, keep_large_blocks,
+        return_large_blocks_to_system, step_host, trim_heap,
     };
     #[pymodule_export]
     use crate::lease::{HostBuffer, LeaseBuffer};
     #[pymodule_export]
     use crate::overflow::check_overflow;
     #[pymodule_export]
-    use crate::runtime::Runtime;
+    use crate::runtime::{
+        GradientRanges, Runtime, RuntimeGradients, RuntimeMemory, RuntimeProjections, RuntimeStore,
+        RuntimeUnits,
+    };
     #[pymodule_export]
     use crate::testing::ForTests;
     #[pymodule_export]
-    use crate::volume::{KeptStore, Transfers, Volume, device_uuid, format_device};
+    use crate::volume::{Transfers, Volume, device_uuid, format_device};
 
     /// Chooses the instruction set of the kernels if `MEMASCEND_ISA` names one.
     #[pymodule_init]

@@ -1,7 +1,7 @@
 //! Panics as exceptions.
 //!
 //! A panic is a defect of ours. The call in which it happens raises DefectError, an ordinary exception; and whatever
-//! was open in the process then can only be closed, since nothing says what is left of it: no lock that was held,
+//! was open in the process then can only be closed, since nothing says how much of it is left: no lock that was held,
 //! and no value that was about to be committed, is used again.
 
 use std::any::Any;
@@ -16,7 +16,7 @@ use crate::errors::defect_error;
 
 /// Panics of this process so far, in any thread of ours.
 static PANICS: AtomicU64 = AtomicU64::new(0);
-/// What the last one said, and where.
+/// The message of the last one, and its place.
 static LAST: Mutex<String> = Mutex::new(String::new());
 
 /// Has panics be counted and remembered from now on. Standard error tells of them as before.
@@ -41,21 +41,21 @@ fn message(payload: &(dyn Any + Send)) -> &str {
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic")
 }
 
-/// What the last panic said, and where; None if there was none.
+/// The message of the last panic, and its place; None if there was none.
 pub(crate) fn last() -> Option<String> {
     (PANICS.load(Ordering::SeqCst) > 0).then(|| LAST.locked().clone())
 }
 
-/// Runs what Python has called. `#[guarded]` has all of that go through here.
+/// Runs a function for Python. `#[guarded]` has every such call go through here.
 pub(crate) fn guard<T>(call: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
-    // What the panic has left half done is not used: see `Intact`.
+    // Values that the panic has left half done are not used: see `Intact`.
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
         let said = last().unwrap_or_else(|| message(&*payload).to_owned());
         Err(defect_error(&said))
     })
 }
 
-/// As [`guard`], for what does not fail otherwise.
+/// As [`guard`], for a call that does not fail otherwise.
 pub(crate) fn guard_value<T>(call: impl FnOnce() -> T) -> PyResult<T> {
     guard(|| Ok(call()))
 }

@@ -1,4 +1,4 @@
-//! What tests and measurements call, and the package does not.
+//! Functions for tests and measurements, which the package does not call.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -50,26 +50,26 @@ impl ForTests {
         Ok(())
     }
 
-    /// Records from now on what the volumes and the update kernels do: the next `most` spans of each
+    /// Records the operations of the volumes and of the update kernels from now on: the next `most` spans of each
     /// volume and of the kernels.
     #[staticmethod]
     fn begin_recording(runtime: &Bound<'_, Runtime>, most: usize) -> PyResult<()> {
-        let parts = runtime.get().parts()?;
-        let volumes = parts.store.recorders().map(|(_, recorder)| recorder);
-        volumes.chain([parts.executor.recorder()]).for_each(|recorder| recorder.begin(most));
+        let inner = runtime.get().inner()?;
+        let volumes = inner.store.recorders().map(|(_, recorder)| recorder);
+        volumes.chain([inner.executor.recorder()]).for_each(|recorder| recorder.begin(most));
         Ok(())
     }
 
     /// Ends the recording. Returns `(activity, volume, bytes, began, ended)` of each span, the times in
     /// nanoseconds before this call, and how many spans were too many. Activities are `read`, `write`,
-    /// `flush`, `manifest` and `kernel`, of which the last is of no volume: 0.
+    /// `flush`, `manifest` and `kernel`, the last without a volume: 0.
     #[staticmethod]
     fn end_recording(runtime: &Bound<'_, Runtime>) -> PyResult<(Vec<RecordedSpan>, usize)> {
-        let (parts, now) = (runtime.get().parts()?, Instant::now());
+        let (inner, now) = (runtime.get().inner()?, Instant::now());
         let ago =
             |instant| u64::try_from(now.saturating_duration_since(instant).as_nanos()).unwrap_or(u64::MAX);
         let (mut spans, mut missed) = (Vec::new(), 0);
-        for (volume, recorder) in parts.store.recorders().chain([(0, parts.executor.recorder())]) {
+        for (volume, recorder) in inner.store.recorders().chain([(0, inner.executor.recorder())]) {
             let recording = recorder.end();
             missed += recording.missed;
             spans.extend(

@@ -7,7 +7,7 @@ use pyo3::types::PyDict;
 
 use crate::volume::engine_options;
 
-/// A `memascend.options.Tuning`, which says what each of them is; here are the defaults.
+/// A `memascend.options.Tuning`, which describes each of them; here are the defaults.
 pub(crate) struct Tuning {
     pub engine: String,
     pub direct: bool,
@@ -39,7 +39,7 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// What `given` says, and else the defaults. Raises TypeError for another name, or a value of
+    /// The values of `given`, and the defaults of the others. Raises TypeError for another name, or a value of
     /// another type.
     pub(crate) fn of(given: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut tuning = Self::default();

@@ -45,20 +45,20 @@ fn combine(first: u32, second: u32, blocks: u32) -> u32 {
 
 /// A range of the blocks of one MiB, and the checksum of its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Part {
+struct SummedPart {
     begin: u32,
     end: u32,
     sum: u32,
 }
 
-impl Part {
+impl SummedPart {
     fn overlaps(&self, other: &Range<u32>) -> bool {
         self.begin < other.end && other.start < self.end
     }
 }
 
 /// The combined checksum of parts that cover `begin..end` without a gap; None if they do not.
-fn whole(parts: &[Part], begin: u32, end: u32) -> Option<u32> {
+fn whole(parts: &[SummedPart], begin: u32, end: u32) -> Option<u32> {
     let (mut at, mut sum) = (begin, None);
     for part in parts {
         if part.begin != at {
@@ -73,17 +73,17 @@ fn whole(parts: &[Part], begin: u32, end: u32) -> Option<u32> {
 /// A part that was written at once and is being read in parts.
 #[derive(Debug)]
 struct Pending {
-    written: Part,
+    written: SummedPart,
     /// The parts read so far, in order and without overlap; true for one that was overwritten
     /// since, which cannot be read again.
-    seen: Vec<(Part, bool)>,
+    seen: Vec<(SummedPart, bool)>,
 }
 
 /// A MiB that was written or read in parts.
 #[derive(Debug, Default)]
 struct Mixed {
     /// In order and without overlap. Empty if the checksum of the whole MiB is known.
-    written: Vec<Part>,
+    written: Vec<SummedPart>,
     pending: Vec<Pending>,
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct Checksums {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Summed {
     mib: u32,
-    part: Part,
+    part: SummedPart,
 }
 
 /// Checksums in a manifest.
@@ -207,9 +207,9 @@ impl Checksums {
     }
 
     /// The written parts of a MiB, in order.
-    fn written(&self, mib: u32) -> Vec<Part> {
+    fn written(&self, mib: u32) -> Vec<SummedPart> {
         match self.known(mib) {
-            Some(sum) => vec![Part { begin: 0, end: self.blocks_of(mib), sum }],
+            Some(sum) => vec![SummedPart { begin: 0, end: self.blocks_of(mib), sum }],
             None => self.mixed.get(&mib).map(|mixed| mixed.written.clone()).unwrap_or_default(),
         }
     }
@@ -228,7 +228,7 @@ impl Checksums {
         }
     }
 
-    fn overwrite(&mut self, mib: u32, part: Option<Part>, range: Range<u32>) {
+    fn overwrite(&mut self, mib: u32, part: Option<SummedPart>, range: Range<u32>) {
         let blocks = self.blocks_of(mib);
         self.noted.remove(&mib);
         if range == (0..blocks) {
@@ -244,7 +244,7 @@ impl Checksums {
             // A part that was read before it was overwritten still counts towards the check of the part
             // written with it.
             let missing = unseen(pending, &range).next().is_some();
-            let overlapped = |(part, gone): &mut (Part, bool)| *gone |= part.overlaps(&range);
+            let overlapped = |(part, gone): &mut (SummedPart, bool)| *gone |= part.overlaps(&range);
             pending.seen.iter_mut().for_each(overlapped);
             !missing
         });
@@ -302,7 +302,7 @@ impl Checksums {
         damage
     }
 
-    fn read_part(&mut self, mib: u32, part: Part) -> Option<Range<u32>> {
+    fn read_part(&mut self, mib: u32, part: SummedPart) -> Option<Range<u32>> {
         // The whole part at once, which is the usual case.
         let written = self.written(mib);
         let around = written.iter().find(|written| written.begin <= part.begin && part.end <= written.end);
@@ -322,7 +322,7 @@ impl Checksums {
         let range = part.begin..part.end;
         let mut damage = None;
         mixed.pending.retain_mut(|pending| {
-            let Part { begin, end, sum } = pending.written;
+            let SummedPart { begin, end, sum } = pending.written;
             if part.begin < begin || end < part.end {
                 return true;
             }
@@ -334,7 +334,7 @@ impl Checksums {
             pending.seen.retain(|(seen, _)| !seen.overlaps(&range));
             let place = pending.seen.partition_point(|(seen, _)| seen.begin < part.begin);
             pending.seen.insert(place, (part, false));
-            let parts: Vec<Part> = pending.seen.iter().map(|(part, _)| *part).collect();
+            let parts: Vec<SummedPart> = pending.seen.iter().map(|(part, _)| *part).collect();
             match whole(&parts, begin, end) {
                 Some(read_sum) if read_sum != sum => {
                     damage = Some(begin..end);
@@ -350,7 +350,7 @@ impl Checksums {
     }
 
     /// Ends the collection of a written part that was read at once.
-    fn settle(&mut self, mib: u32, written: &Part) {
+    fn settle(&mut self, mib: u32, written: &SummedPart) {
         if let Some(mixed) = self.mixed.get_mut(&mib) {
             mixed.pending.retain(|pending| pending.written != *written);
             if mixed.written.is_empty() && mixed.pending.is_empty() {
@@ -414,7 +414,7 @@ impl Checksums {
                 return None;
             }
             before = Some((mib, end));
-            sums.mixed.entry(mib).or_default().written.push(Part { begin, end, sum });
+            sums.mixed.entry(mib).or_default().written.push(SummedPart { begin, end, sum });
         }
         // Parts that cover a whole MiB are encoded as one checksum.
         let merged = |(mib, mixed): (&u32, &Mixed)| whole(&mixed.written, 0, sums.blocks_of(*mib)).is_some();
@@ -454,7 +454,7 @@ pub(crate) fn cuts(offset: u64, bytes: u64) -> impl Iterator<Item = (u32, Range<
 pub(crate) fn sum_writes(offset: u64, bytes: &[u8]) -> Vec<Summed> {
     let sum = |(mib, range, place): (u32, Range<u32>, Range<usize>)| Summed {
         mib,
-        part: Part { begin: range.start, end: range.end, sum: checksum(&bytes[place]) },
+        part: SummedPart { begin: range.start, end: range.end, sum: checksum(&bytes[place]) },
     };
     cuts(offset, bytes.len() as u64).map(sum).collect()
 }
@@ -463,7 +463,7 @@ pub(crate) fn sum_writes(offset: u64, bytes: &[u8]) -> Vec<Summed> {
 pub(crate) fn sum_pieces(pieces: Vec<(u32, Range<u32>, Range<usize>)>, bytes: &[u8]) -> Vec<Summed> {
     let sum = |(mib, range, place): (u32, Range<u32>, Range<usize>)| Summed {
         mib,
-        part: Part { begin: range.start, end: range.end, sum: checksum(&bytes[place]) },
+        part: SummedPart { begin: range.start, end: range.end, sum: checksum(&bytes[place]) },
     };
     pieces.into_iter().map(sum).collect()
 }

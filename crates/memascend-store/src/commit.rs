@@ -321,16 +321,16 @@ impl Store {
 
     /// Restores a snapshot as the current values. The manifest is unchanged until
     /// [`Store::confirm_snapshot`]. No transfer may be under way.
-    pub fn take_up_snapshot(&self, tag: &str) -> Result<()> {
+    pub fn load_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let mut table = self.table();
         let generation = self.tagged(&table, tag)?.generation.clone();
-        table.take_up(&generation, !self.in_place);
+        table.load(&generation, !self.in_place);
         Ok(())
     }
 
     /// Makes the content of a snapshot the newest generation, whose tensors are current since
-    /// [`Store::take_up_snapshot`]. Tensors made since then stay.
+    /// [`Store::load_snapshot`]. Tensors made since then stay.
     pub fn confirm_snapshot(&self, tag: &str) -> Result<()> {
         let _alone = self.writer();
         let generation = self.renewed(tag)?;

@@ -12,13 +12,13 @@ use memascend_mem::LeaseSlice;
 
 /// Bytes of an extent that are in a buffer.
 #[derive(Debug)]
-struct Part {
+struct KeptPart {
     buffer: LeaseSlice,
     /// Whether the drives have them, or a write that has been submitted brings them there.
     written: bool,
 }
 
-impl Part {
+impl KeptPart {
     fn narrow(&self, start: u64, range: Range<u64>) -> Self {
         let bytes = (range.end - range.start) as usize;
         Self { buffer: self.buffer.narrow((range.start - start) as usize, bytes), written: self.written }
@@ -27,13 +27,13 @@ impl Part {
 
 /// The parts of one extent, without overlap, by the offset at which each begins.
 #[derive(Debug, Default)]
-pub(crate) struct Kept(BTreeMap<u64, Part>);
+pub(crate) struct KeptParts(BTreeMap<u64, KeptPart>);
 
-impl Kept {
+impl KeptParts {
     /// Keeps `buffer` as the bytes from `offset` on.
     pub(crate) fn insert(&mut self, offset: u64, buffer: LeaseSlice, written: bool) {
         self.cut(offset, buffer.bytes() as u64);
-        self.0.insert(offset, Part { buffer, written });
+        self.0.insert(offset, KeptPart { buffer, written });
     }
 
     /// Forgets `bytes` bytes from `offset` on; the parts around them stay.
@@ -101,7 +101,7 @@ impl Kept {
     }
 
     /// Forgets the parts that reach beyond `from`, whole; gives those that the drives do not have.
-    pub(crate) fn let_go(&mut self, from: u64) -> Vec<(u64, LeaseSlice)> {
+    pub(crate) fn release(&mut self, from: u64) -> Vec<(u64, LeaseSlice)> {
         let across = self.starts(from, 1).first().copied().unwrap_or(from);
         let beyond = self.0.split_off(&across).into_iter().filter(|(_, part)| !part.written);
         beyond.map(|(offset, part)| (offset, part.buffer)).collect()
@@ -147,7 +147,7 @@ mod tests {
         Insert { page: usize, pages: usize, written: bool },
         Cut { page: usize, pages: usize },
         Take { page: usize, pages: usize },
-        LetGo { page: usize },
+        Release { page: usize },
         Write,
     }
 
@@ -158,7 +158,7 @@ mod tests {
                 .prop_map(|((page, pages), written)| Change::Insert { page, pages, written }),
             2 => range.clone().prop_map(|(page, pages)| Change::Cut { page, pages }),
             1 => range.prop_map(|(page, pages)| Change::Take { page, pages }),
-            1 => (0..=PAGES).prop_map(|page| Change::LetGo { page }),
+            1 => (0..=PAGES).prop_map(|page| Change::Release { page }),
             1 => Just(Change::Write),
         ]
     }
@@ -168,7 +168,7 @@ mod tests {
         /// page.
         #[test]
         fn keeps_what_was_kept_last(changes in prop::collection::vec(change(), 1..40)) {
-            let mut kept = Kept::default();
+            let mut kept = KeptParts::default();
             let mut pages_kept: [Option<(u8, bool)>; PAGES] = [None; PAGES];
             for (number, change) in changes.into_iter().enumerate() {
                 let value = number as u8 + 1;
@@ -190,10 +190,10 @@ mod tests {
                             here.fill(None);
                         }
                     }
-                    Change::LetGo { page } => {
+                    Change::Release { page } => {
                         let before = kept.unwritten();
                         let all = kept.within(0, at(PAGES));
-                        let gone = kept.let_go(at(page));
+                        let gone = kept.release(at(page));
                         let beyond = |(offset, part): &(u64, LeaseSlice)| offset + part.bytes() as u64 > at(page);
                         for (start, part) in all.iter().filter(|part| beyond(part)) {
                             let pages = (*start as usize / PAGE_BYTES)..;
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_buffer_is_kept_where_all_of_it_is() {
-        let (mut kept, whole) = (Kept::default(), buffer(4, 1));
+        let (mut kept, whole) = (KeptParts::default(), buffer(4, 1));
         kept.insert(at(2), whole.narrow(0, 2 * PAGE_BYTES), true);
         assert!(!kept.is(at(2), &whole));
         kept.insert(at(4), whole.narrow(2 * PAGE_BYTES, 2 * PAGE_BYTES), true);

@@ -14,7 +14,7 @@ const THROUGHPUT_SPARED: f64 = 0.005;
 
 /// A contiguous range of one volume, and the part of the caller's range that lies there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
+pub struct VolumePiece {
     /// Which volume.
     pub volume: usize,
     /// First byte on the volume.
@@ -118,13 +118,13 @@ impl Layout {
 
     /// The volume ranges behind `bytes` bytes at `address`, in the order of the addresses. Stripes
     /// that follow one another on the same volume are one piece.
-    pub fn pieces(&self, address: u64, bytes: u64) -> Vec<Piece> {
+    pub fn pieces(&self, address: u64, bytes: u64) -> Vec<VolumePiece> {
         // A single volume holds the whole address space in order, so that a range is one piece of
         // any length.
         if let Some(volume) = self.only_volume() {
-            return vec![Piece { volume, offset: address, start: 0, bytes: bytes as usize }];
+            return vec![VolumePiece { volume, offset: address, start: 0, bytes: bytes as usize }];
         }
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<VolumePiece> = Vec::new();
         let mut done = 0;
         while done < bytes {
             let (stripe, inside) = ((address + done) / STRIPE_BYTES, (address + done) % STRIPE_BYTES);
@@ -133,7 +133,7 @@ impl Layout {
             let own_stripe = repeat * u64::from(self.counts[slot.volume]) + slot.rank;
             match pieces.last_mut() {
                 Some(last) if last.volume == slot.volume => last.bytes += length as usize,
-                _ => pieces.push(Piece {
+                _ => pieces.push(VolumePiece {
                     volume: slot.volume,
                     offset: own_stripe * STRIPE_BYTES + inside,
                     start: done as usize,
@@ -255,7 +255,7 @@ mod tests {
             .prop_map(|(stripe, block)| stripe * STRIPE_BYTES + block * BLOCK)
     }
 
-    fn bytes_by_volume(layout: &Layout, pieces: &[Piece]) -> Vec<u64> {
+    fn bytes_by_volume(layout: &Layout, pieces: &[VolumePiece]) -> Vec<u64> {
         let mut bytes = vec![0; layout.counts().len()];
         pieces.iter().for_each(|piece| bytes[piece.volume] += piece.bytes as u64);
         bytes
@@ -292,7 +292,7 @@ mod tests {
                 let (start, after) = (piece.start as u64, (piece.start + piece.bytes) as u64);
                 if after > first {
                     let skipped = first.saturating_sub(start);
-                    clipped.push(Piece {
+                    clipped.push(VolumePiece {
                         volume: piece.volume,
                         offset: piece.offset + skipped,
                         start: (start + skipped - first) as usize,
@@ -415,7 +415,7 @@ mod tests {
     fn the_only_volume_with_stripes_has_everything_in_one_piece() {
         for (counts, volume) in [(vec![1], 0), (vec![0, 3], 1)] {
             let layout = Layout::from_counts(&counts).unwrap();
-            let piece = Piece { volume, offset: BLOCK, start: 0, bytes: 1 << 60 };
+            let piece = VolumePiece { volume, offset: BLOCK, start: 0, bytes: 1 << 60 };
             assert_eq!(layout.pieces(BLOCK, 1 << 60), [piece]);
             assert_eq!(layout.share_bytes(volume, 1 << 60), 1 << 60);
         }

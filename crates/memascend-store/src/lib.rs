@@ -48,7 +48,7 @@ pub use commit::{Snapshot, TensorReport};
 pub use error::{Damage, Result, StoreError};
 pub use extents::{Extent, ExtentAllocator};
 pub use external::{ExternalFile, block_sums};
-pub use layout::{Layout, Piece, STRIPE_BYTES};
+pub use layout::{Layout, STRIPE_BYTES, VolumePiece};
 pub use store::{Store, StoreOptions, VolumeReport};
 pub use table::{Rewrite, TensorId};
 pub use transfer::Transferred;

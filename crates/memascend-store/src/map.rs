@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use memascend_nvme::VolumeFile;
 
-use crate::layout::Piece;
+use crate::layout::VolumePiece;
 use crate::table::Bytes;
 use crate::{Damage, Extent, Layout};
 
@@ -16,7 +16,7 @@ pub(crate) struct Map {
 
 impl Map {
     /// The volume ranges that hold `bytes` bytes at `offset` within the concatenation of `ranges`.
-    pub(crate) fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<Piece> {
+    pub(crate) fn pieces(&self, ranges: &[Extent], offset: u64, bytes: u64) -> Vec<VolumePiece> {
         let mut pieces = Vec::new();
         let (mut skipped, mut done) = (0, 0);
         for range in ranges {
@@ -26,7 +26,7 @@ impl Map {
                 let range_pieces = self.layout.pieces(range.offset + from, length);
                 let shifted = range_pieces
                     .into_iter()
-                    .map(|piece| Piece { start: piece.start + done as usize, ..piece });
+                    .map(|piece| VolumePiece { start: piece.start + done as usize, ..piece });
                 pieces.extend(shifted);
                 done += length;
             }
@@ -37,7 +37,7 @@ impl Map {
 
     /// The report of damaged bytes: the tensor, and where the bytes lie on the volumes.
     pub(crate) fn damage(&self, of: &Bytes, offset: u64, bytes: u64) -> Damage {
-        let place = |piece: Piece| {
+        let place = |piece: VolumePiece| {
             let file = &self.files[piece.volume];
             (file.path().to_owned(), file.position(piece.offset))
         };

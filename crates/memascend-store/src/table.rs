@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::checksums::Checksums;
-use crate::kept::Kept;
+use crate::kept::KeptParts;
 use crate::{Extent, ExtentAllocator};
 use memascend_mem::LockExt;
 
@@ -28,7 +28,7 @@ pub(crate) struct Bytes {
     pub name: Arc<str>,
     pub ranges: Arc<[Extent]>,
     sums: Mutex<Checksums>,
-    kept: Mutex<Kept>,
+    kept: Mutex<KeptParts>,
 }
 
 impl Bytes {
@@ -47,7 +47,7 @@ impl Bytes {
         self.sums.locked()
     }
 
-    pub(crate) fn kept(&self) -> MutexGuard<'_, Kept> {
+    pub(crate) fn kept(&self) -> MutexGuard<'_, KeptParts> {
         self.kept.locked()
     }
 }
@@ -321,7 +321,7 @@ impl Table {
     }
 
     /// Restores the tensors of a pinned generation. The durable one stays.
-    pub(crate) fn take_up(&mut self, generation: &Generation, two_slots: bool) {
+    pub(crate) fn load(&mut self, generation: &Generation, two_slots: bool) {
         let superseded = self.become_those_of(generation);
         self.reclaim_keys(&superseded, two_slots);
     }

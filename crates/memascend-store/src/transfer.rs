@@ -50,7 +50,7 @@ impl Store {
     /// extent.
     ///
     /// A resident part ends where a transfer writes the same bytes, when the tensor gets a new value in
-    /// another extent, and with [`Store::take_kept`] and [`Store::let_go`].
+    /// another extent, and with [`Store::take_kept`] and [`Store::release`].
     ///
     /// # Panics
     /// As [`Store::transfer`].
@@ -92,9 +92,9 @@ impl Store {
     ///
     /// # Panics
     /// If the tensor was freed.
-    pub fn let_go(&self, extent: Extent, from: u64, mut done: impl FnMut() -> Transferred) {
+    pub fn release(&self, extent: Extent, from: u64, mut done: impl FnMut() -> Transferred) {
         let of = self.part_of(extent, 0, extent.bytes);
-        let unwritten = of.kept().let_go(from);
+        let unwritten = of.kept().release(from);
         for (offset, buffer) in unwritten {
             self.submit(Operation::Write, Arc::clone(&of), offset, buffer, self.checksums, done());
         }

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import memascend
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.command import adapters, launched
 from memascend.command.best import Best
 from memascend.command.boundaries import with_boundaries
@@ -332,7 +332,7 @@ def _keep_records(settings: Settings, records: Path, error: type[BaseException] 
         if not launched.is_first():
             return
         # Not `can_resume`, which all processes call.
-        there = when_free(lambda: KeptStore.is_there(paths_of(list(settings.store))))
+        there = when_free(lambda: ClosedStore.is_there(paths_of(list(settings.store))))
         resumable = adapters.last_checkpoint(settings) is not None or there
         if error is not None and records.is_file() and resumable:
             os.replace(records, hidden_records(settings.out))
@@ -386,7 +386,7 @@ def _close_with(cleanup: ExitStack, model: torch.nn.Module, settings: Settings, 
         state = offload_of(model)
         unfinished = error is not None or interrupts.asked is not None
         state.generations.abandon()
-        generation = state.runtime.generation
+        generation = state.runtime.store.generation
         # A signal ends all processes alike.
         state.close(failed=unfinished, resumes=error is None)
         checkpoint = adapters.last_checkpoint(settings)

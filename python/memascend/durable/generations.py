@@ -168,7 +168,7 @@ class Generations:
         """
         session = self._session
         alone = optimizer.trains_only(session)
-        if not alone and (self.period or (self.period is None and self._runtime.generation)):
+        if not alone and (self.period or (self.period is None and self._runtime.store.generation)):
             optimizer.describe(session)  # Raises, naming the reason.
         if self.period is None and not alone:
             self.period = 0
@@ -183,11 +183,11 @@ class Generations:
     def _period_with_room(self, missing_bytes: int, spare_bytes: int) -> int:
         session = self._session
         try:
-            self._runtime.check_room(missing_bytes + spare_bytes)
+            self._runtime.store.check_room(missing_bytes + spare_bytes)
         except StoreError:
-            if self._runtime.generation:  # Updates in place would write over this generation.
+            if self._runtime.store.generation:  # Updates in place would write over this generation.
                 raise
-            self._runtime.check_room(missing_bytes)
+            self._runtime.store.check_room(missing_bytes)
             session.notices.append(
                 f"the store has no room for {format_size(spare_bytes)} more, which a second copy of weights and states "
                 "would take: they are updated in place, and a run that is killed cannot be resumed "
@@ -270,7 +270,7 @@ class Generations:
             return
         if not self._streamer.deferred():
             with uninterrupted():
-                self._phases.start(self._runtime.commit(record, self._streamer.tickets()))
+                self._phases.start(self._runtime.store.commit(record, self._streamer.tickets()))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
@@ -306,7 +306,7 @@ class Generations:
         """Wait until every rank has the generation: until then, any of them may have to go back to the one before."""
         membership = self._session.membership
         if membership is not None:
-            membership.ranks.meet(f"have generation {self._runtime.generation} on every rank")
+            membership.ranks.meet(f"have generation {self._runtime.store.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
         """Give up a record that does not fit into the manifest, and raise an error that names the largest part.
@@ -357,7 +357,7 @@ class Generations:
 
     def changed(self) -> None:
         """Note that weights or states were loaded: they are committed with the next pass, or by `flush`."""
-        if self.period and self._runtime.generation:
+        if self.period and self._runtime.store.generation:
             moment = self._take_moment()
             self._phases.load()
             self._moment = moment
@@ -402,7 +402,7 @@ class Generations:
         for tensor_id, _, nbytes in unit.weights:
             stored = torch.empty(nbytes, dtype=torch.uint8)
             # Raises for bytes without their checksum.
-            self._runtime.read(tensor_id, stored.data_ptr(), nbytes)
+            self._runtime.store.read(tensor_id, stored.data_ptr(), nbytes)
 
     def leave_out(self) -> bool:
         """Commit no generation of the last step, since its weights were changed before that was done.

@@ -70,13 +70,13 @@ class ModelBuffers:
             return
         runtime = self._runtime
         for name, (copy, checksum) in changed["copies"].items():
-            tensor = runtime.find_tensor(name)
-            if tensor is not None and runtime.tensor_bytes(tensor) < copy.numel():
-                runtime.remove_tensor(tensor)
+            tensor = runtime.store.find_tensor(name)
+            if tensor is not None and runtime.store.tensor_bytes(tensor) < copy.numel():
+                runtime.store.remove_tensor(tensor)
                 tensor = None
             if tensor is None:
-                tensor = runtime.create_tensor(name, copy.numel())
-            runtime.write(tensor, copy.data_ptr(), copy.numel())
+                tensor = runtime.store.create_tensor(name, copy.numel())
+            runtime.store.write(tensor, copy.data_ptr(), copy.numel())
             self._checksums[name] = checksum
         self.described = changed["described"]
 
@@ -109,10 +109,10 @@ class ModelBuffers:
         """Return the bytes (uint8, of `nbytes`) of a tensor in the store."""
         data = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            tensor = self._runtime.find_tensor(name)
+            tensor = self._runtime.store.find_tensor(name)
             if tensor is None:
                 raise CheckpointError(f"the store lacks the tensor {name}, which its record of buffers names")
-            self._runtime.read(tensor, data.data_ptr(), nbytes)
+            self._runtime.store.read(tensor, data.data_ptr(), nbytes)
             self._checksums[name] = _checksum(data)
         return data
 

@@ -11,7 +11,7 @@ from memascend.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from memascend._memascend import KeptStore
+    from memascend._memascend import ClosedStore
 
 #: Version of the record, under its key "format". A later version refuses records that it cannot
 #: read.
@@ -87,7 +87,7 @@ def fill_defaults(record: dict[str, Any]) -> None:
     record.setdefault("gradients", "auto")
 
 
-def what_it_has(kept_store: KeptStore, paths: Sequence[Any]) -> str:
+def what_it_has(kept_store: ClosedStore, paths: Sequence[Any]) -> str:
     """Name the last durable step of an open store, or its checkpoints where there is none."""
     if kept_store.state is None:
         return f"checkpoints alone ({', '.join(tag for tag, _, _, _ in kept_store.snapshots())})"

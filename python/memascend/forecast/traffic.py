@@ -548,10 +548,11 @@ class Replay:
                 else:
                     self._fetch(number, use, sooner_than=-1)
             self._in_use = number
-            for ahead, upcoming in self._order.upcoming(self._ahead):
-                there = upcoming in self._resident or ahead in passing
-                if not there and not self._fetch(upcoming, ahead, sooner_than=ahead):
-                    break
+            self._order.prefetch(
+                self._ahead,
+                self._resident.__contains__,
+                lambda unit, ahead: ahead in passing or self._fetch(unit, ahead, sooner_than=ahead),
+            )
         return [number for _, number in self.fetches]
 
     def _fetch(self, number: int, use: int, sooner_than: int) -> bool:

@@ -243,7 +243,7 @@ class TrainerMixin(CheckpointsMixin):
         if tag is not None:
             self._go_back(tag)
         elif not self._run_found:
-            if not session.runtime.generation:
+            if not session.runtime.store.generation:
                 _log.warning("the store holds no durable step yet: beginning anew")
                 yield None
                 return

@@ -51,7 +51,7 @@ class StashedInput:
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self.timeline = inputs.timeline
         with span(LEAVES), self.timeline.waiting("ssd_write"):
-            self.stash: Stash = inputs.runtime.stash(tensor.data_ptr(), tensor.nbytes, inputs.policy == "ssd")
+            self.stash: Stash = inputs.runtime.memory.stash(tensor.data_ptr(), tensor.nbytes, inputs.policy == "ssd")
 
     def restore(self) -> torch.Tensor:
         """Return the values, in a new tensor of the input's shape and dtype."""
@@ -70,7 +70,7 @@ class _Source:
         self._version = tensor._version
         self._ready = device.record()
         spill = inputs.policy == "ssd"
-        self.stash = inputs.runtime.stash_from_device(tensor.data_ptr(), tensor.nbytes, self._ready, spill)
+        self.stash = inputs.runtime.memory.stash_from_device(tensor.data_ptr(), tensor.nbytes, self._ready, spill)
 
     def leave(self, wait: bool) -> bool:
         """Drop the tensor once it has been copied, waiting for the copy if `wait`; return whether it was dropped."""

@@ -29,11 +29,11 @@ class Checkpoints:
 
     def all(self) -> list[tuple[str, int, int]]:
         """Return (tag, generation number, bytes) of each checkpoint, the oldest first."""
-        return self._runtime.snapshots()
+        return self._runtime.store.snapshots()
 
     def tags(self) -> list[str]:
         """Return the names of the checkpoints, the oldest first."""
-        return [tag for tag, _, _ in self._runtime.snapshots()]
+        return [tag for tag, _, _ in self._runtime.store.snapshots()]
 
     def save(self, tag: str, keep_last: int | None = None) -> None:
         """Keep the present state under a name; see `memascend.save_checkpoint`."""
@@ -55,14 +55,14 @@ class Checkpoints:
         """Keep the durable generation under a name; over ranks, on all of them or on none."""
         failure: StoreError | None = None
         try:
-            self._runtime.snapshot(tag)
+            self._runtime.store.snapshot(tag)
         except StoreError as error:
             failure = error
         if self._membership is not None:
             text = "" if failure is None else first_line(failure)
             told = [text.strip() for text in self._membership.ranks.texts(f"keep checkpoint {tag}", text)]
             if any(told) and failure is None:
-                self._runtime.delete_snapshot(tag)
+                self._runtime.store.delete_snapshot(tag)
                 why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
                 failure = StoreError(None, f"the checkpoint {tag} could not be kept on every rank: {why}")
         if failure is not None:
@@ -74,13 +74,13 @@ class Checkpoints:
             # A manifest that is written before all ranks have the generation would take the one before away.
             self._generations.settle()
         for tag in list(tags):
-            self._runtime.delete_snapshot(tag)
+            self._runtime.store.delete_snapshot(tag)
 
     def check(self, tag: str) -> None:
         """Raise StoreError for a tag that the store does not have."""
         if tag not in self.tags():
-            self._runtime.delete_snapshot(tag)  # Raises, naming the tag.
+            self._runtime.store.delete_snapshot(tag)  # Raises, naming the tag.
 
     def confirm(self, tag: str) -> None:
         """Give up the steps after the checkpoint that the run has gone back to."""
-        self._runtime.confirm_snapshot(tag)
+        self._runtime.store.confirm_snapshot(tag)

@@ -39,7 +39,7 @@ class Filling:
             if progress is not None:
                 progress(done, total)
         for unit in stored:
-            self._runtime.wait_unit(unit.index)
+            self._runtime.units.wait_unit(unit.index)
 
     def _write_unit(self, unit: Unit, read: Callable[..., object]) -> None:
         """Begin to write a unit. On return the write alone holds the buffer, for which the next unit may wait."""
@@ -48,7 +48,7 @@ class Filling:
         storage[: unit.nbytes].zero_()
         for place in unit.places:
             read(place, place.view(storage))
-        self._runtime.write_unit(unit.index, unit.weights, lease)
+        self._runtime.units.write_unit(unit.index, unit.weights, lease)
 
     def _write_table(self, unit: Unit, read: Callable[..., object]) -> None:
         """Write a table block by block."""
@@ -60,16 +60,16 @@ class Filling:
             nbytes = round_up(count * row_bytes, PAGE_BYTES)
             storage[count * row_bytes : nbytes].zero_()
             read(place, storage[: count * row_bytes].view(place.dtype).view(count, -1), first)
-            self._runtime.write_part(unit.index, tensor_id, first * row_bytes, nbytes, lease)
-            self._runtime.wait_unit(unit.index)
+            self._runtime.units.write_part(unit.index, tensor_id, first * row_bytes, nbytes, lease)
+            self._runtime.units.wait_unit(unit.index)
 
     def _free_lease(self, unit: Unit) -> LeaseBuffer:
         """Lease a buffer for `unit`, waiting for writes under way where all buffers of its size are being written."""
         for written in self._units:
-            lease = self._runtime.lease_unit(unit.nbytes)
+            lease = self._runtime.memory.lease_unit(unit.nbytes)
             if lease is not None:
                 return lease
-            self._runtime.wait_unit(written.index)
-        lease = self._runtime.lease_unit(unit.nbytes)
+            self._runtime.units.wait_unit(written.index)
+        lease = self._runtime.memory.lease_unit(unit.nbytes)
         assert lease is not None, "the plan holds a buffer for every unit"
         return lease

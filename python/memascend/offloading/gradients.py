@@ -227,12 +227,12 @@ class GradientCapture:
     ) -> None:
         projection = self._projection_of(place)
         if projection is None:
-            place.gradient.sum_squares, place.gradient.non_finite = self.runtime.capture(
+            place.gradient.sum_squares, place.gradient.non_finite = self.runtime.gradients.capture(
                 gradient_id, start, gradient.data_ptr(), place.numel, accumulate
             )
             return
         projected = self._allocate_projected(place, projection)
-        place.gradient.sum_squares, place.gradient.non_finite = self.runtime.capture_projected(
+        place.gradient.sum_squares, place.gradient.non_finite = self.runtime.projections.capture_projected(
             gradient_id, gradient.data_ptr(), accumulate, projection, projected, torch.get_num_threads()
         )
         place.gradient.projection = projection
@@ -250,7 +250,7 @@ class GradientCapture:
         """
         if place.gradient.projected is None or place.gradient.projected[1] != projection.numbers:
             name = f"{place.name}.projected"
-            number = self.runtime.create_gradient(
+            number = self.runtime.gradients.create_gradient(
                 place.tensor.unit.index, name, "bfloat16", 2 * projection.numbers, "bfloat16"
             )
             place.gradient.projected = number, projection.numbers
@@ -264,7 +264,7 @@ class GradientCapture:
                 self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
             else:
                 self._discard(place)
-            ranges = self.runtime.begin_gradient(self.allocate(place.tensor), accumulate)
+            ranges = self.runtime.gradients.begin_gradient(self.allocate(place.tensor), accumulate)
             blocks = (block for _, block in gradient.blocks())
             if self.device is None:
                 for block in blocks:
@@ -299,7 +299,7 @@ class GradientCapture:
                 place.parameter.grad = place.gradient.marker
                 raise
         ready = device.record()
-        capture = self.runtime.capture_from_device(
+        capture = self.runtime.gradients.capture_from_device(
             gradient_id,
             start,
             gradient.data_ptr(),
@@ -314,7 +314,7 @@ class GradientCapture:
         self._leaving_bytes += gradient.nbytes
         if projection is not None and numbers is not None:
             projected = self._allocate_projected(place, projection)
-            capture = self.runtime.capture_from_device(
+            capture = self.runtime.gradients.capture_from_device(
                 projected, 0, numbers.data_ptr(), 2 * projection.numbers, False, ready, None
             )
             place.gradient.capturing.append(capture)
@@ -386,9 +386,9 @@ class GradientCapture:
             return tensor.gradient
         dtype, kept = DTYPE_NAMES[tensor.dtype], DTYPE_NAMES[tensor.gradient_dtype]
         if tensor.packed:
-            tensor.gradient = self.runtime.create_packed_gradient(dtype, tensor.numel, kept)
+            tensor.gradient = self.runtime.gradients.create_packed_gradient(dtype, tensor.numel, kept)
         else:
-            tensor.gradient = self.runtime.create_gradient(
+            tensor.gradient = self.runtime.gradients.create_gradient(
                 tensor.unit.index, f"{tensor.name}.grad", dtype, tensor.numel, kept
             )
         return tensor.gradient
@@ -449,7 +449,7 @@ class GradientCapture:
         tensor = place.tensor
         assert tensor.gradient is not None, "a marker stands for a gradient in the store"
         stored = torch.empty(tensor.numel, dtype=tensor.gradient_dtype)  # (elements of the tensor,)
-        self.runtime.read_gradient(tensor.gradient, stored.data_ptr(), stored.nbytes)
+        self.runtime.gradients.read_gradient(tensor.gradient, stored.data_ptr(), stored.nbytes)
         if tensor.packed:
             stored = stored[place.start : place.start + place.numel].clone()
         return stored.to(device, tensor.dtype)
@@ -474,9 +474,9 @@ class GradientCapture:
         if place.parameter.grad is place.gradient.marker and held and not place.tensor.packed:
             gradient_id = place.tensor.gradient
             assert gradient_id is not None, "a marker stands for a gradient in the store"
-            self.runtime.clear_gradient(gradient_id)
+            self.runtime.gradients.clear_gradient(gradient_id)
             if place.gradient.projection is not None and place.gradient.projected is not None:
-                self.runtime.clear_gradient(place.gradient.projected[0])
+                self.runtime.gradients.clear_gradient(place.gradient.projected[0])
         place.gradient.projection = None
         place.gradient.held, place.gradient.filled = False, None
         place.parameter.grad = None

@@ -12,7 +12,7 @@ from memascend.common.sizes import format_size
 from memascend.errors import HostMemoryError, MemascendError
 from memascend.layout.units import round_up
 from memascend.offloading.automatic import Watch, growing_alone
-from memascend.offloading.native import set_heap, warn_of
+from memascend.offloading.native import configure_malloc, warn_of
 from memascend.plan.automatic import held_by
 from memascend.plan.host import Plan, check_available, replan
 from memascend.residency.host import PassError, Streamer
@@ -100,7 +100,7 @@ class HostBudget:
         if watch is None or self._streamer.depth or in_backward() or not watch.is_due(grad):
             return
         with growing_alone() as alone:
-            change = watch.look(self.plan, grad, self._runtime.leaving_bytes, alone)
+            change = watch.look(self.plan, grad, self._runtime.memory.leaving_bytes, alone)
             if change is not None:
                 self._follow(watch, change)
         if watch.lacking and not self._said_lacking:
@@ -159,15 +159,15 @@ class HostBudget:
             self._resize(before)
             raise
         self.nbytes = plan.budget
-        set_heap(plan)
+        configure_malloc(plan)
 
     def _make_way(self, plan: Plan) -> None:
         """Evict weights, gradients and states that `plan` has no room for."""
         self._streamer.change_plan(plan)
         chunks = plan.staging.count + plan.kept.count - STAGING_RESERVE
         with self._timeline.waiting("ssd_write"):
-            self._runtime.spill_gradients(chunks)
-        if self._runtime.chunks_in_use > chunks:
+            self._runtime.gradients.spill_gradients(chunks)
+        if self._runtime.memory.chunks_in_use > chunks:
             raise PassError(
                 "inputs of layers wait in memory for a backward pass: call backward(), or let go of the loss, before "
                 "the host memory becomes less"
@@ -179,7 +179,7 @@ class HostBudget:
         for tensor in tensors:
             planes = [(plane.id, plane.plane.bytes(tensor.kept_elements)) for plane in tensor.planes.values()]
             if planes:
-                tickets.append(self._runtime.let_go_states(tensor.unit.index, planes))
+                tickets.append(self._runtime.units.release_states(tensor.unit.index, planes))
         with self._timeline.waiting("ssd_write"):
             for ticket in tickets:
                 ticket.wait()
@@ -192,4 +192,4 @@ class HostBudget:
         for line in plan.buffers:
             counts[round_up(line.nbytes, PAGE_BYTES)] += line.count
         states = plan.states.count if plan.most.states.nbytes else None  # A frozen model has none.
-        self._runtime.resize(list(counts.items()), plan.staging.count + plan.kept.count, states)
+        self._runtime.memory.resize(list(counts.items()), plan.staging.count + plan.kept.count, states)

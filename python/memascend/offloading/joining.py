@@ -227,7 +227,7 @@ class JoinedGradients(GradientCapture):
             _, start, count = place.stored
             for number, piece in enumerate(pieces):
                 added = accumulate or number > 0
-                stats[0] = self.runtime.capture(gradient, start, piece.data_ptr(), count, added)
+                stats[0] = self.runtime.gradients.capture(gradient, start, piece.data_ptr(), count, added)
         elif len(pieces[0]):
             self._add_blocks(gradient, place, pieces, accumulate, stats)
         self._joined[place] = [sum_squares for sum_squares, _ in stats], any(bad for _, bad in stats)
@@ -248,21 +248,21 @@ class JoinedGradients(GradientCapture):
         addends = list(pieces)
         if accumulate:
             earlier = torch.empty(share, dtype=place.dtype)
-            self.runtime.read_gradient(gradient, earlier.data_ptr(), earlier.nbytes)
+            self.runtime.gradients.read_gradient(gradient, earlier.data_ptr(), earlier.nbytes)
             addends.insert(0, earlier)
         block = self._block(place.dtype)
         for number, begin in enumerate(range(0, count, GRADIENT_BLOCK)):
             length = min(GRADIENT_BLOCK, count - begin)
             for added, addend in enumerate(addends):
-                stats[number] = self.runtime.capture(block, 0, addend[begin:].data_ptr(), length, added > 0)
+                stats[number] = self.runtime.gradients.capture(block, 0, addend[begin:].data_ptr(), length, added > 0)
             part = total[begin : begin + length]
-            self.runtime.read_gradient(block, part.data_ptr(), part.nbytes)
-        self.runtime.capture(gradient, 0, total.data_ptr(), share, False)
+            self.runtime.gradients.read_gradient(block, part.data_ptr(), part.nbytes)
+        self.runtime.gradients.capture(gradient, 0, total.data_ptr(), share, False)
 
     def _block(self, dtype: torch.dtype) -> int:
         """Return the number of the gradient in which the blocks of others are summed."""
         if dtype not in self._sums:
-            self._sums[dtype] = self.runtime.create_packed_gradient(DTYPE_NAMES[dtype], GRADIENT_BLOCK)
+            self._sums[dtype] = self.runtime.gradients.create_packed_gradient(DTYPE_NAMES[dtype], GRADIENT_BLOCK)
         return self._sums[dtype]
 
     # ---- uses of gradients by programs ----------------------------------------------------------------

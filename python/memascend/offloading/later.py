@@ -93,7 +93,7 @@ class LaterRoom:
         if tensor.packed:
             number = self._allocate_pack(tensor, dtype, kept)
         else:
-            number = session.runtime.create_gradient(
+            number = session.runtime.gradients.create_gradient(
                 tensor.unit.index, f"{tensor.name}.grad", dtype, tensor.numel, kept
             )
         tensor.trained_later = True
@@ -103,14 +103,14 @@ class LaterRoom:
         session, plan = self._session, self._session.plan
         runtime, numel = session.runtime, tensor.numel
         if plan.total + tensor.gradient_nbytes <= plan.budget:
-            number = runtime.create_later_gradient(dtype, numel, kept, True)
+            number = runtime.gradients.create_later_gradient(dtype, numel, kept, True)
             tensor.gradient_outside = True
             plan.later = later_line(self._tensors())
         else:
-            number = runtime.create_later_gradient(dtype, numel, kept, False)
+            number = runtime.gradients.create_later_gradient(dtype, numel, kept, False)
             if number is None:  # Other gradients are in all staging buffers: they can wait on the drives.
-                runtime.spill_gradients(0)
-                number = runtime.create_later_gradient(dtype, numel, kept, False)
+                runtime.gradients.spill_gradients(0)
+                number = runtime.gradients.create_later_gradient(dtype, numel, kept, False)
         if number is None:
             raise MemascendError(
                 f"{tensor.places[0].name} begins to train while inputs of layers wait in memory for a backward pass, "

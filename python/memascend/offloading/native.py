@@ -84,7 +84,7 @@ def open_runtime(
     """
     _log.info("host memory:\n%s", plan.table())
     close_unused()  # Its memory is available, too.
-    set_heap(plan)
+    configure_malloc(plan)
     paths = store_paths(store)
     for notice in notices_of(paths):
         warn_of(notice)
@@ -117,9 +117,9 @@ def open_runtime(
         raise kept_error(error, paths) from None
 
 
-def set_heap(plan: Plan) -> None:
+def configure_malloc(plan: Plan) -> None:
     """Have malloc give memory back as soon as it can, or keep it, where the budget has room for that."""
-    if plan.keeps_blocks:
+    if plan.retain_heap:
         keep_large_blocks()
     else:
         return_large_blocks_to_system()

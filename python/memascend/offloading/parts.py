@@ -68,15 +68,15 @@ def open_within_limits(
 def find_tensors(runtime: Runtime, units: Iterable[Unit], resume: bool) -> None:
     """Number units and tensors in the store: create the tensors, or find them in a store to `resume`."""
     for unit in units:
-        unit.index = runtime.add_unit()
+        unit.index = runtime.units.add_unit()
         if not unit.in_store:
-            runtime.read_from_files(unit.index, unit.outside)
+            runtime.units.read_from_files(unit.index, unit.outside)
             continue
         for tensor in unit.tensors:
             if not resume:
-                tensor.id = runtime.create_tensor(tensor.name, tensor.nbytes)
+                tensor.id = runtime.store.create_tensor(tensor.name, tensor.nbytes)
                 continue
-            tensor.id = runtime.find_tensor(tensor.name)
+            tensor.id = runtime.store.find_tensor(tensor.name)
             if tensor.id is None:
                 raise MemascendError(f"the store has no weights of {tensor.name}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.durable.record import parse_record
 from memascend.errors import MemascendError, StoreError
 
@@ -36,7 +36,7 @@ def kept_error(error: StoreError, paths: Sequence[str | os.PathLike[str]]) -> St
 def _described(paths: Sequence[str | os.PathLike[str]]) -> str:
     """Describe the contents of a store, as far as it can be read."""
     try:
-        with closing(KeptStore(list(paths))) as store:
+        with closing(ClosedStore(list(paths))) as store:
             state, tags = store.state, [tag for tag, *_ in store.snapshots()]
             written = store.report()["written"]
         record = None if state is None else parse_record(state, paths)

@@ -116,7 +116,7 @@ class Session:
         plan, self.runtime = open_within_limits(plan, units, lambda smaller: self._open(smaller, resume), self.notices)
         try:
             if tag is not None:
-                self.runtime.take_up_snapshot(tag)
+                self.runtime.store.load_snapshot(tag)
             find_tensors(self.runtime, units, resume)
             self._make_parts(plan, source)
         except BaseException:
@@ -264,7 +264,7 @@ class Session:
     def read_outside(self, unit: Unit) -> None:
         """Have a unit that is not in the store be read from the `sources` that it has now."""
         self.files = list(dict.fromkeys([*self.files, *(file for file, *_ in unit.outside)]))
-        self.runtime.read_from_files(unit.index, unit.outside)
+        self.runtime.units.read_from_files(unit.index, unit.outside)
 
     # ---- use --------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Session:
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
         stats["notices"] = self.runtime.notices + self.notices
-        stats["generation"] = self.runtime.generation
+        stats["generation"] = self.runtime.store.generation
         stats["seconds"] = self.timeline.seconds()
         stats["threads"] = threads_in_use(self.plan.update_threads)
         if self.membership is not None:
@@ -417,7 +417,7 @@ class Session:
                 try:
                     # A store without a generation holds nothing to go on from. Updates in place may have overwritten
                     # the last one while the snapshots are whole.
-                    resumable = self.runtime.generation > 0 or bool(self.checkpoints.tags())
+                    resumable = self.runtime.store.generation > 0 or bool(self.checkpoints.tags())
                     self.runtime.close(keep=stays and resumable)
                 finally:
                     self._free()
@@ -443,7 +443,7 @@ class Session:
 
     def _what_stays(self) -> str:
         """Describe the contents of the store where nothing more is committed."""
-        if self.runtime.generation:
+        if self.runtime.store.generation:
             return f"the store keeps step {self.generations.durable_steps}"
         tags = self.checkpoints.tags()
         return f"the store keeps its checkpoints alone: {', '.join(tags)}" if tags else "nothing was durable before"
@@ -475,7 +475,7 @@ class Session:
         for unit in (unit for unit in self.units if unit.bits is not None and unit.outside):
             # Their files have no names: the room on the drive is free when nothing has them open.
             unit.sources.clear()
-            self.runtime.read_from_files(unit.index, [])
+            self.runtime.units.read_from_files(unit.index, [])
             self.files = []
         try:
             self.streamer.free()

@@ -192,7 +192,7 @@ class _Turns:
         assert tensor.gradient is not None, "a step takes a gradient that was captured"
         first, start, count = division.parts[rank]
         carried = torch.empty(division.projection.carried_bytes(first + count), dtype=torch.uint8)
-        measured = matrix.runtime.project_share(
+        measured = matrix.runtime.projections.project_share(
             tensor.gradient,
             start,
             division.projection,
@@ -230,7 +230,9 @@ class _Turns:
             if measured and matrix is not None:
                 projection, (_, channels) = matrix.division.projection, matrix.division.channels[self._ranks.rank]
                 address = received[begin:].data_ptr()
-                self._update_moments(matrix, matrix.runtime.received_channels(projection, channels, address))
+                self._update_moments(
+                    matrix, matrix.runtime.projections.received_channels(projection, channels, address)
+                )
             begin += _length([measured])
             of_ranks.append(received[begin : begin + squares])
         if (matrix := self._squared(turn)) is not None:
@@ -245,7 +247,7 @@ def _squares_of(matrix: Matrix, measured: ProjectedGradient) -> torch.Tensor:
     squares, stored = torch.empty(measured.channels, 3, dtype=torch.float64), matrix.place.states.moments
     assert stored is not None, "room is made before a step"
     threads, options = torch.get_num_threads(), FactorOptions(**matrix.options)
-    matrix.runtime.stored_squares(measured, stored.id, stored.written, threads, options, squares.data_ptr())
+    matrix.runtime.projections.stored_squares(measured, stored.id, stored.written, threads, options, squares.data_ptr())
     stored.written = True
     return squares
 

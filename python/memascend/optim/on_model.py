@@ -146,10 +146,10 @@ class OnModel(Home):
         place.states.claim(self.homes.optimizer, rule)
         place.states.made.clear()
         if place.states.moments is not None:
-            session.runtime.remove_tensor(place.states.moments.id)
+            session.runtime.store.remove_tensor(place.states.moments.id)
             place.states.moments = None
         session.streamer.updates.apply(place.tensor.unit)
-        session.runtime.wait_unit(place.tensor.unit.index)
+        session.runtime.units.wait_unit(place.tensor.unit.index)
         free_unused_states(session.runtime, place.tensor)
 
     def fresh_planes(self, rule: Rule) -> list[bool]:

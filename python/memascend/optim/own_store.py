@@ -43,9 +43,9 @@ class StatesStore:
         plan = make_states_plan(self.unit, None if host_memory is None else parse_size(host_memory), threads)
         self.runtime = open_runtime(plan, paths, tuning)
         try:
-            self.unit.index = self.runtime.add_unit()
+            self.unit.index = self.runtime.units.add_unit()
             planes = {(place.tensor, plane) for place in self.unit.places for plane in rules[place.parameter].planes}
-            self.runtime.check_room(sum(plane.bytes(tensor.numel) for tensor, plane in planes))
+            self.runtime.store.check_room(sum(plane.bytes(tensor.numel) for tensor, plane in planes))
             for place in self.unit.places:
                 allocate_states(self.runtime, place.tensor, rules[place.parameter])
             share_room(plan, self.unit.tensors)
@@ -58,16 +58,16 @@ class StatesStore:
         """Carry out `updates` and wait until the new states are on the drives, or in memory to stay there."""
         for update in updates:
             update.write_through = False  # nothing goes on from such a store
-        ticket = self.runtime.fetch(self.unit.index, [], None, updates)
+        ticket = self.runtime.units.fetch(self.unit.index, [], None, updates)
         for update in updates:
             update.started()
         ticket.wait()
-        self.runtime.wait_unit(self.unit.index)
+        self.runtime.units.wait_unit(self.unit.index)
 
     def flush(self) -> None:
         """Wait until everything written is on the drives."""
         if not self.runtime.closed:
-            self.runtime.wait_unit(self.unit.index)
+            self.runtime.units.wait_unit(self.unit.index)
 
     def close(self, failed: bool = False, ended: bool = False) -> None:
         """Remove the store's files."""

@@ -76,7 +76,7 @@ def ask(home: Home, rank: int, room: Room) -> None:
         if not moments.written:
             there = shape.numel()
             if moments.numel != there:
-                home.session.runtime.remove_tensor(moments.id)
+                home.session.runtime.store.remove_tensor(moments.id)
                 home.place.states.moments = None
                 room.add_moments(home.session, home.place, there)
     else:
@@ -126,7 +126,7 @@ def find_factors(group: dict[str, Any], home: Home, segment: Segment, grad_scale
     if isinstance(home, OnModel) and "exp_avg" not in state:
         stored = home.place.states.moments
         assert stored is not None, "room is made before a step"
-        segment.factors, norm = home.session.runtime.stored_factors(
+        segment.factors, norm = home.session.runtime.projections.stored_factors(
             measured, stored.id, stored.written, threads, options
         )
         stored.written = True
@@ -195,10 +195,10 @@ def _measure(group: dict[str, Any], home: Home, segment: Segment) -> ProjectedGr
     runtime, place = home.session.runtime, home.place
     projected = home.session.gradients.take_projected(place, projection)
     if projected is not None:
-        return runtime.take_projected(projection, projected)
+        return runtime.projections.take_projected(projection, projected)
     assert place.tensor.gradient is not None, "a step takes a gradient that was captured"
     start = place.start if place.tensor.packed else 0
-    return runtime.project_gradient(place.tensor.gradient, start, projection, threads)
+    return runtime.projections.project_gradient(place.tensor.gradient, start, projection, threads)
 
 
 # ---- where the moments are -------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _load(home: Home, rank: int) -> torch.Tensor:
             moment.copy_(_by_channel(parameter, state[name]))
         return moments
     if isinstance(home, OnModel) and home.place.states.moments is not None and home.place.states.moments.written:
-        home.session.runtime.read(home.place.states.moments.id, moments.data_ptr(), moments.nbytes)
+        home.session.runtime.store.read(home.place.states.moments.id, moments.data_ptr(), moments.nbytes)
         return moments
     return moments.zero_()
 
@@ -226,7 +226,7 @@ def _keep(home: Home, moments: torch.Tensor) -> None:
         if not moments.numel():
             return  # None of the channels is this rank's.
         assert stored is not None, "room is made before a step"
-        home.session.runtime.write(stored.id, moments.data_ptr(), moments.nbytes)
+        home.session.runtime.store.write(stored.id, moments.data_ptr(), moments.nbytes)
         stored.written = True
         for name in MOMENTS:
             state.pop(name, None)  # Of a parameter that was in memory before.

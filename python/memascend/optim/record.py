@@ -119,7 +119,7 @@ def find_states(session: Session, record: dict[str, Any]) -> None:
             name = names.get((place.tensor.name, plane.name, plane.dtype))
             if name is None or plane in place.tensor.planes:
                 continue
-            tensor_id = runtime.find_tensor(name)
+            tensor_id = runtime.store.find_tensor(name)
             if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
             place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
@@ -129,11 +129,11 @@ def find_states(session: Session, record: dict[str, Any]) -> None:
     used = {tensor.name for tensor in tensors}
     used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
     used |= {place.states.moments.name for place in session.places if place.states.moments is not None}
-    for name in runtime.tensor_names():
+    for name in runtime.store.tensor_names():
         if name not in used and not name.startswith(".buffers"):
-            tensor_id = runtime.find_tensor(name)
+            tensor_id = runtime.store.find_tensor(name)
             assert tensor_id is not None
-            runtime.remove_tensor(tensor_id)
+            runtime.store.remove_tensor(tensor_id)
 
 
 def _find_moments(session: Session, record: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _find_moments(session: Session, record: dict[str, Any]) -> None:
     places = {place.name: place for place in session.places}
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
         for place_name, name, numel in tensor["moments"]:
-            tensor_id = session.runtime.find_tensor(name)
+            tensor_id = session.runtime.store.find_tensor(name)
             if tensor_id is None:
                 raise CheckpointError(f"the store has no {name}, which the optimizer needs")
             places[place_name].states.moments = StoreMoments(name, tensor_id, numel, written=True)

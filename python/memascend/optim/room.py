@@ -51,22 +51,22 @@ def allocate_states(runtime: Runtime, tensor: StoreTensor, rule: Rule) -> None:
     """Make room for the states that a tensor lacks; they begin as zeros without being written."""
     for plane in missing_planes(tensor, rule):
         name = f"{tensor.name}.{plane.name}"
-        if runtime.find_tensor(name) is not None:
+        if runtime.store.find_tensor(name) is not None:
             # Two optimizers share a pack, and keep states of this name in different dtypes.
             name = f"{name}.{plane.dtype}"
-        tensor.planes[plane] = StorePlane(plane, name, runtime.create_tensor(name, plane.bytes(tensor.numel)))
+        tensor.planes[plane] = StorePlane(plane, name, runtime.store.create_tensor(name, plane.bytes(tensor.numel)))
 
 
 def _allocate_moments(runtime: Runtime, place: Place, numel: int) -> None:
     name = f"{place.name}.moments"
-    place.states.moments = StoreMoments(name, runtime.create_tensor(name, numel * torch.float32.itemsize), numel)
+    place.states.moments = StoreMoments(name, runtime.store.create_tensor(name, numel * torch.float32.itemsize), numel)
 
 
 def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
     """Remove the states that no parameter of a tensor uses any more. No transfer of its unit may be under way."""
     used = {plane for place in tensor.places if place.states.rule is not None for plane in place.states.rule.planes}
     for plane in [plane for plane in tensor.planes if plane not in used]:
-        runtime.remove_tensor(tensor.planes.pop(plane).id)
+        runtime.store.remove_tensor(tensor.planes.pop(plane).id)
 
 
 def make_room(
@@ -91,12 +91,12 @@ def make_room(
     missing_bytes = missing_state_bytes + missing_gradient_bytes
     # The second slots, which the durable generation occupies while the next one is written.
     spare_bytes = missing_state_bytes
-    spare_bytes += sum(runtime.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
-    spare_bytes += sum(runtime.spare_bytes(plane.id) for tensor in tensors for plane in tensor.planes.values())
+    spare_bytes += sum(runtime.store.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
+    spare_bytes += sum(runtime.store.spare_bytes(plane.id) for tensor in tensors for plane in tensor.planes.values())
     there = (place.states.moments for tensor in tensors for place in tensor.places)
-    spare_bytes += sum(runtime.spare_bytes(stored.id) for stored in there if stored is not None)
+    spare_bytes += sum(runtime.store.spare_bytes(stored.id) for stored in there if stored is not None)
     two_slots = session.generations.decide(optimizer, missing_bytes, spare_bytes)
-    runtime.check_room(missing_bytes + (spare_bytes if two_slots else 0))
+    runtime.store.check_room(missing_bytes + (spare_bytes if two_slots else 0))
     for tensor, rules in tensors.items():
         session.gradients.allocate(tensor)
         for rule in rules:
@@ -108,5 +108,5 @@ def make_room(
             assert tensor.id is not None
             of_moments = (place.states.moments.id for place in tensor.places if place.states.moments is not None)
             for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values()), *of_moments]:
-                runtime.make_spare(tensor_id)
+                runtime.store.make_spare(tensor_id)
     share_room(session.plan, [tensor for unit in session.units for tensor in unit.tensors])

@@ -53,9 +53,9 @@ def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
     store_plane = tensor.planes.get(plane)
     if store_plane is not None and store_plane.written:
         if plane.dtype == "uint8":
-            runtime.read_plane(store_plane.id, plane, share, own.data_ptr())
+            runtime.store.read_plane(store_plane.id, plane, share, own.data_ptr())
         else:
-            runtime.read(store_plane.id, own.data_ptr(), own.nbytes)
+            runtime.store.read(store_plane.id, own.data_ptr(), own.nbytes)
     ranks = ranks_of([place.parameter])
     if ranks is not None:
         ranks.gather(f"gather {plane.name} of {place.name}", [whole.view(torch.uint8)])
@@ -131,15 +131,15 @@ def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) ->
     if tensor.packed:
         whole = torch.zeros(tensor.numel, dtype=value.dtype)
         if store_plane.written:
-            runtime.read(store_plane.id, whole.data_ptr(), whole.nbytes)
+            runtime.store.read(store_plane.id, whole.data_ptr(), whole.nbytes)
         whole[start : start + count] = own
     elif count < tensor.numel:  # The remainder of a share is padding.
         whole = _file_backed(runtime, tensor.numel, value.dtype)
         whole[:count] = own
     if plane.dtype == "uint8":
-        runtime.write_plane(store_plane.id, plane, tensor.numel, whole.data_ptr())
+        runtime.store.write_plane(store_plane.id, plane, tensor.numel, whole.data_ptr())
     else:
-        runtime.write(store_plane.id, whole.data_ptr(), whole.nbytes)
+        runtime.store.write(store_plane.id, whole.data_ptr(), whole.nbytes)
     store_plane.written = True
 
 

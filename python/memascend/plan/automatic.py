@@ -91,7 +91,7 @@ def _most(
 
 def held_by(plan: Plan) -> int:
     """Return the bytes that a plan takes, with those that malloc keeps."""
-    return plan.total + (HEAP_BYTES if plan.keeps_blocks else 0)
+    return plan.total + (HEAP_BYTES if plan.retain_heap else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class Plan:
     #: Units with a buffer of their own, in which their weights stay from one step to the next.
     staying: list[Unit] = field(default_factory=list)
     #: Whether malloc may keep freed blocks: everything stays in memory, and the budget has room left for them.
-    keeps_blocks: bool = False
+    retain_heap: bool = False
     #: One buffer serves all large units.
     by_turns: bool = False
     #: The least budget that works, and one with which the next layer is read while one computes, in
@@ -443,7 +443,7 @@ def _keep_states(plan: Plan, tensors: Sequence[StoreTensor]) -> None:
     share = min(1.0, plan.states.total / needed)
     plan.states.note = "always there" if share == 1.0 else f"{share:.0%} of them"
     # States come last: with all of them, everything is in memory.
-    plan.keeps_blocks = share == 1.0 and plan.budget - plan.total >= HEAP_BYTES
+    plan.retain_heap = share == 1.0 and plan.budget - plan.total >= HEAP_BYTES
 
 
 def _add_blocks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit]) -> None:

@@ -108,7 +108,7 @@ class BlockReader:
         (tensor_id, _, nbytes) = unit.weights[0]
         length = min(round_up(count * row_bytes, PAGE_BYTES), nbytes - first * row_bytes)
         part = unit.index, tensor_id, first * row_bytes, length
-        ticket = self._reads.runtime.read_part(*part, self._free[0], self._update is not None)
+        ticket = self._reads.runtime.units.read_part(*part, self._free[0], self._update is not None)
         self._coming.append(_Read(first, count, self._free.pop(), ticket))
 
 

@@ -159,7 +159,7 @@ class WeightCache:
                 update.write_through = write_through
             staying = unit in self.staying
             residency.stays = lease is not None and (staying or self._updates_early)
-            residency.ticket = self.runtime.fetch(
+            residency.ticket = self.runtime.units.fetch(
                 unit.index, unit.weights, lease, residency.updates, group, residency.stays, not staying
             )
             for update in residency.updates:
@@ -177,7 +177,7 @@ class WeightCache:
         if unit in self.streamed:
             self.fetch(unit, None)  # its updates alone
             return True
-        lease = self.residencies[unit].lease or self.runtime.lease_unit(unit.nbytes)
+        lease = self.residencies[unit].lease or self.runtime.memory.lease_unit(unit.nbytes)
         if lease is None:
             if self.uploads.are_returning(self._buffer_size[unit]):
                 return False  # A buffer will soon be free, so no other unit is evicted.
@@ -185,7 +185,7 @@ class WeightCache:
             if victim is None or victim.ticket is not None or not all(ticket.is_ready() for ticket in victim.early):
                 return False
             self.drop(victim)
-            lease = self.runtime.lease_unit(unit.nbytes)
+            lease = self.runtime.memory.lease_unit(unit.nbytes)
         if lease is None:
             return False
         self.fetch(unit, lease)
@@ -227,7 +227,7 @@ class WeightCache:
     def wait_written(self, unit: Unit) -> None:
         """Wait until the store's drives have every write of the unit."""
         with self.timeline.waiting("ssd_write"):
-            self.runtime.wait_unit(unit.index)
+            self.runtime.units.wait_unit(unit.index)
 
     def tickets(self) -> list[Ticket]:
         """Return the fetches and the updates under way."""
@@ -247,7 +247,7 @@ class WeightCache:
         unit = residency.unit
         if residency.dirty or unit.outside or residency.lease is None:
             return True
-        return not self.runtime.is_stored(unit.weights, residency.lease)
+        return not self.runtime.units.is_stored(unit.weights, residency.lease)
 
     def clean(self) -> None:
         """Write to the store every unit in memory that the program has written to."""
@@ -259,7 +259,7 @@ class WeightCache:
         if residency.dirty:
             assert residency.lease is not None, "a unit that was written to stays in memory"
             unit = residency.unit
-            self.runtime.write_unit(unit.index, unit.weights, residency.lease)
+            self.runtime.units.write_unit(unit.index, unit.weights, residency.lease)
             residency.dirty = False
             self.wait_written(unit)
 
@@ -274,7 +274,7 @@ class WeightCache:
         if kept is not None:
             return kept
         if unit in self.streamed:
-            return self.runtime.lease_outside(unit.nbytes)
+            return self.runtime.memory.lease_outside(unit.nbytes)
         lease = self._free_buffer(unit)
         if lease is None:
             # Units dropped earlier may still be written back, and unreachable reference cycles
@@ -297,7 +297,7 @@ class WeightCache:
 
     def _free_buffer(self, unit: Unit) -> LeaseBuffer | None:
         """Return a buffer, of a copy that has ended or of an evicted unit if need be; None if all are in use."""
-        while (lease := self.runtime.lease_unit(unit.nbytes)) is None:
+        while (lease := self.runtime.memory.lease_unit(unit.nbytes)) is None:
             # The host is ahead of the device by all buffers, so it waits for the oldest copy.
             if self.uploads.wait_oldest(self._buffer_size[unit]):
                 continue
@@ -338,7 +338,7 @@ class WeightCache:
             residency.lease = residency.storage = None
             if residency.stays:
                 residency.stays = False
-                self.runtime.let_go(residency.unit.index, residency.unit.weights)
+                self.runtime.units.release(residency.unit.index, residency.unit.weights)
         self.uploads.note_dropped(residency.unit, self._buffer_size.get(residency.unit))
 
     def discard(self, unit: Unit) -> None:

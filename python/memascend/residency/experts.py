@@ -108,14 +108,14 @@ class ExpertPieces:
         lease = self._lease(buffer, is_ahead)
         if lease is None:
             return False
-        ticket = self._streamer.runtime.read_part(unit.index, tensor_id, first, length, lease)
+        ticket = self._streamer.runtime.units.read_part(unit.index, tensor_id, first, length, lease)
         self._pieces[place, expert] = _Piece(lease, buffer, expert * nbytes - first, ticket, is_ahead)
         return True
 
     def _lease(self, nbytes: int, is_ahead: bool) -> LeaseBuffer | None:
         """Return a buffer of a size, if need be of another expert; None if there is none."""
         while True:
-            lease = self._streamer.runtime.lease_unit(nbytes)
+            lease = self._streamer.runtime.memory.lease_unit(nbytes)
             if lease is not None:
                 return lease
             victim = self._victim(nbytes, is_ahead)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from memascend._memascend import return_holes_to_system
+from memascend._memascend import trim_heap
 from memascend.common.graphs import in_backward
 from memascend.common.turns import Turns
 from memascend.errors import MemascendError
@@ -120,7 +120,7 @@ class Streamer:
 
     def _follow_heap(self, plan: Plan) -> None:
         #: Whether holes that a pass leaves in the heap are given back.
-        self._gives_back = not plan.keeps_blocks
+        self._gives_back = not plan.retain_heap
 
     def follow(self, plan: Plan) -> None:
         """Keep the units in memory that a plan keeps there; its buffers are there."""
@@ -154,7 +154,7 @@ class Streamer:
         if self.depth == 0:
             self._order.begin(grad)
             if self._gives_back:
-                return_holes_to_system(True)
+                trim_heap(True)
         with self.scope():
             yield
 
@@ -245,7 +245,7 @@ class Streamer:
         self._order.record(unit)
         # Holes that earlier units have left between long-lived blocks would add up over a pass.
         if self._gives_back:
-            return_holes_to_system(False)
+            trim_heap(False)
         storage = self.values.bring(unit)
         # The prefetch may evict any idle unit. This one is about to be used, so it must not look
         # idle.

@@ -45,7 +45,7 @@ class BackwardUpdates:
         assert residency.lease is not None and tensor.id is not None, "as can_update says"
         if residency.ticket is not None:
             cache.settle(residency)
-        ticket = cache.runtime.update_in_place(
+        ticket = cache.runtime.units.update_in_place(
             unit.index,
             (tensor.id, tensor.offset, tensor.nbytes),
             residency.lease,
@@ -71,7 +71,7 @@ class BackwardUpdates:
         assert tensor.id is not None, "as can_update says"
         if residency.ticket is not None:
             cache.settle(residency)
-        ticket, applying = cache.runtime.update_from_device(
+        ticket, applying = cache.runtime.units.update_from_device(
             unit.index,
             (tensor.id, tensor.offset, tensor.nbytes),
             residency.lease,

@@ -94,7 +94,7 @@ class TableReads:
 
     def spare_blocks(self) -> list[LeaseBuffer]:
         """Return a buffer for a block of a table, in a list, which is empty if none is free."""
-        lease = self.runtime.lease_unit(self.block_bytes)
+        lease = self.runtime.memory.lease_unit(self.block_bytes)
         return [] if lease is None else [lease]
 
     def lease_block(self) -> LeaseBuffer:

@@ -87,4 +87,4 @@ class OffloadedTable:
             trained = place.parameter.requires_grad and place.states.owner is not None
         row_bytes = self.width * self.dtype.itemsize
         with span(f"rows of {place.name}"), reads.timeline.waiting("ssd_read"):
-            reads.runtime.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)
+            reads.runtime.store.read_rows(tensor_id, row_bytes, indices.data_ptr(), len(indices), target, not trained)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.durable.record import parse_record
 from memascend.errors import CheckpointError, MemascendError
 from memascend.offloading.native import when_free
@@ -57,7 +57,7 @@ def go_to_common_step(store: Sequence[str | os.PathLike[str]], ranks: Ranks) -> 
     return tags
 
 
-def opened_at_common_step(stores: Sequence[Sequence[Path]]) -> list[KeptStore]:
+def opened_at_common_step(stores: Sequence[Sequence[Path]]) -> list[ClosedStore]:
     """Open the stores of all ranks of a run at the newest generation that all of them have, and leave them as they are.
 
     `stores` has the directories of each rank's. Raises CheckpointError as `go_to_common_step`.
@@ -65,7 +65,7 @@ def opened_at_common_step(stores: Sequence[Sequence[Path]]) -> list[KeptStore]:
     told = [_look(directories) for directories in stores]
     common, _ = _common(told)
     with ExitStack() as opened:
-        kept: list[KeptStore] = []
+        kept: list[ClosedStore] = []
         for directories, of_rank in zip(stores, told, strict=True):
             newest = of_rank["generations"][0][0]
             kept.append(_open(directories) if common == newest else _open_before(_volumes(directories), newest))
@@ -135,8 +135,8 @@ def _look(directories: Sequence[Path]) -> dict[str, Any]:
     return told
 
 
-def _open(directories: Sequence[Path]) -> KeptStore:
-    return when_free(lambda: KeptStore(list(directories)))
+def _open(directories: Sequence[Path]) -> ClosedStore:
+    return when_free(lambda: ClosedStore(list(directories)))
 
 
 def _volumes(directories: Sequence[Path]) -> list[Path]:
@@ -156,7 +156,7 @@ def _number(manifest: Path) -> int:
     return body["current"]["number"] if body is not None and body["current"] else 0
 
 
-def _open_before(volumes: Sequence[Path], newest: int) -> KeptStore:
+def _open_before(volumes: Sequence[Path], newest: int) -> ClosedStore:
     """Open a store at the generation before `newest`, with all its directories."""
     try:
         for directory in volumes:
@@ -181,7 +181,7 @@ def _give_up(directory: Path, limit: int) -> None:
         (directory / MANIFEST).unlink()
 
 
-def _described(kept_store: KeptStore, directories: Sequence[Path]) -> tuple[_Generation, dict[str, Any] | None]:
+def _described(kept_store: ClosedStore, directories: Sequence[Path]) -> tuple[_Generation, dict[str, Any] | None]:
     """Return the generation of an open store, and the ranks in its record; close it."""
     with closing(kept_store):
         record = parse_record(kept_store.state, directories)

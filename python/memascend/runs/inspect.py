@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memascend._memascend import KeptStore
+from memascend._memascend import ClosedStore
 from memascend.common.progress import Progress
 from memascend.common.sizes import format_decimal, format_size
 from memascend.durable.outline import parse_outline, what_it_has
@@ -35,7 +35,7 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     Raises StoreError for a store that cannot be opened, CheckpointError for one whose record cannot be read.
     """
     try:
-        with closing(KeptStore(list(paths))) as store:
+        with closing(ClosedStore(list(paths))) as store:
             report = store.report() | {"state": store.state, "snapshots": store.snapshots()}
             notices = store.notices
     except StoreError as error:
@@ -82,7 +82,7 @@ def last_record(paths: Sequence[Path]) -> dict[str, Any]:
     Raises StoreError where there is none.
     """
     try:
-        with closing(KeptStore(list(paths))) as store:
+        with closing(ClosedStore(list(paths))) as store:
             state = store.state
     except StoreError as error:
         process = _user_of_store(error)
@@ -134,13 +134,13 @@ def _user_of_store(error: StoreError) -> str | None:
     return process_using(Path(error.filename)) if error.errno == errno.EBUSY and error.filename else None
 
 
-def _idle_store(paths: Sequence[Path]) -> KeptStore:
+def _idle_store(paths: Sequence[Path]) -> ClosedStore:
     """Open a store.
 
     Raises StoreError for one that cannot be opened, with the remedy where a run is going on.
     """
     try:
-        return KeptStore(list(paths))
+        return ClosedStore(list(paths))
     except StoreError as error:
         process = _user_of_store(error)
         if process is None:
@@ -225,7 +225,7 @@ def verify(paths: Sequence[Path]) -> tuple[int, list[str]]:
     return read_bytes, lines
 
 
-def _mended(store: KeptStore, paths: Sequence[Path], is_whole: bool) -> list[str]:
+def _mended(store: ClosedStore, paths: Sequence[Path], is_whole: bool) -> list[str]:
     """Write damaged manifests of a store anew if its contents are `is_whole`, and return a line for each."""
     if not store.damaged_manifests:
         return []

@@ -52,7 +52,7 @@ def process_using(path: Path) -> str | None:
 
 
 def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the report of `KeptStore.report`, with `state` and `snapshots` of a `KeptStore`, and notices.
+    """Return the report of `ClosedStore.report`, with `state` and `snapshots` of a `ClosedStore`, and notices.
 
     Raises StoreError where the store that `process` uses has no manifest yet.
     """
@@ -153,7 +153,7 @@ def _read_regular(file: Path) -> bytes:
 
 
 def _volume(path: str, share: float, life_bytes_written: int) -> dict[str, Any]:
-    """Describe a volume as `KeptStore.report` does; facts on a device that only its own process knows are None."""
+    """Describe a volume as `ClosedStore.report` does; facts on a device that only its own process knows are None."""
     described: dict[str, Any] = {"path": path, "share": share, "life_bytes_written": life_bytes_written}
     try:
         reserved = (Path(path) / _VOLUME).stat().st_size

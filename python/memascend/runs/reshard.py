@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES, KeptStore, Rule, Runtime
+from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES, ClosedStore, Rule, Runtime
 from memascend.common.progress import Progress
 from memascend.durable import exact_json
 from memascend.errors import CheckpointError, OutputError, StoreError
@@ -109,7 +109,7 @@ def _targets(to: RankLocations, ranks: int) -> list[list[Path]]:
     return targets
 
 
-def _open_sources(store: RankLocations) -> list[KeptStore]:
+def _open_sources(store: RankLocations) -> list[ClosedStore]:
     """Open the stores of a run's ranks at the last step that all of them have, or the store of one process."""
     entries: list[Any] = [store] if isinstance(store, str | os.PathLike) else list(store)
     if len(entries) > 1 and not by_rank(entries) and _are_shares(entries):
@@ -117,7 +117,7 @@ def _open_sources(store: RankLocations) -> list[KeptStore]:
     first = locations_of(entries, 0, len(entries) if by_rank(entries) else 1)
     described = read_record(first).get("ranks")
     if described is None:
-        return [when_free(lambda: KeptStore(first))]
+        return [when_free(lambda: ClosedStore(first))]
     ranks = described["ranks"]
     if not by_rank(entries) and not any(PATTERN in os.fspath(entry) for entry in entries):
         raise CheckpointError(
@@ -161,7 +161,7 @@ class _Array:
             yield first, min(first + PIECE_ELEMENTS, (rank + 1) * share)
 
 
-def _arrays_of(record: dict[str, Any], store: KeptStore, ranks: int) -> list[_Array]:
+def _arrays_of(record: dict[str, Any], store: ClosedStore, ranks: int) -> list[_Array]:
     """Return the arrays of a run, by the record of one of its stores.
 
     Raises CheckpointError for a run that `ranks` cannot go on with.
@@ -215,7 +215,7 @@ class _Moments:
         """Return the bytes that one of `ranks` has."""
         return 2 * self.channels(rank, ranks)[1] * self.channel_bytes
 
-    def read(self, sources: Sequence[KeptStore], channels: tuple[int, int], begin: int, piece: torch.Tensor) -> None:
+    def read(self, sources: Sequence[ClosedStore], channels: tuple[int, int], begin: int, piece: torch.Tensor) -> None:
         """Fill `piece` with the bytes from `begin` on of a store that has `channels`: the first, and how many."""
         first, count = channels
         for moment, (number, source) in product(range(2), enumerate(sources)):
@@ -229,7 +229,7 @@ class _Moments:
                 _read_unaligned(source, self.name, at + further, piece[at - begin : end - begin])
 
 
-def _read_unaligned(source: KeptStore, name: str, offset: int, target: torch.Tensor) -> None:
+def _read_unaligned(source: ClosedStore, name: str, offset: int, target: torch.Tensor) -> None:
     """Fill `target` with the bytes of a tensor from any `offset` on: a store is read from whole pages on."""
     ahead = offset % PAGE_BYTES
     pages = torch.empty(ahead + len(target), dtype=torch.uint8)
@@ -237,7 +237,7 @@ def _read_unaligned(source: KeptStore, name: str, offset: int, target: torch.Ten
     target.copy_(pages[ahead:])
 
 
-def _moments_of(record: dict[str, Any], sources: Sequence[KeptStore]) -> list[_Moments]:
+def _moments_of(record: dict[str, Any], sources: Sequence[ClosedStore]) -> list[_Moments]:
     """Return the moments of a run's projected gradients, by the record of the first of its stores.
 
     That store has channels of each matrix.
@@ -307,7 +307,7 @@ class _Copied:
     """Copies the arrays of a run to new stores, through one buffer."""
 
     def __init__(
-        self, sources: Sequence[KeptStore], arrays: Sequence[_Array], moments: Sequence[_Moments], ranks: int
+        self, sources: Sequence[ClosedStore], arrays: Sequence[_Array], moments: Sequence[_Moments], ranks: int
     ) -> None:
         """Copy `arrays` and `moments` from the stores of all former ranks to the stores of `ranks` new ones."""
         self.arrays, self.moments = arrays, moments
@@ -317,7 +317,7 @@ class _Copied:
         total += sum(nbytes for rank in range(ranks) for _, nbytes in self._buffers_for(rank)[1])
         self._progress, self._done = Progress("resharding", total, unit="B"), 0
 
-    def _buffers_for(self, rank: int) -> tuple[KeptStore, list[tuple[str, int]]]:
+    def _buffers_for(self, rank: int) -> tuple[ClosedStore, list[tuple[str, int]]]:
         """Return the former store whose buffers of the model a new rank gets, and their names and bytes."""
         source = self._sources[rank % len(self._sources)]
         return source, [(name, nbytes) for name, nbytes in source.tensors() if name.startswith(".buffers")]
@@ -327,7 +327,7 @@ class _Copied:
         # A store without updates: its arena is the buffer, and the least of everything else.
         runtime = Runtime(target, Arena([("copies", PIECE_BYTES, 1)], [], *_LEAST), in_place=True, allocator="pageable")
         try:
-            unit = runtime.add_unit()
+            unit = runtime.units.add_unit()
             for array in self.arrays:
                 self._write_array(runtime, unit, array, rank)
             for moments in self.moments:
@@ -335,7 +335,7 @@ class _Copied:
             source, buffers = self._buffers_for(rank)
             for name, nbytes in buffers:
                 self._write_buffers(runtime, unit, name, nbytes, source)
-            runtime.commit(record, []).wait()
+            runtime.store.commit(record, []).wait()
         except BaseException:
             runtime.close(keep=False)
             raise
@@ -364,7 +364,7 @@ class _Copied:
         if parts:
             self._write_parts(runtime, unit, moments.name, total, parts)
 
-    def _write_buffers(self, runtime: Runtime, unit: int, name: str, nbytes: int, source: KeptStore) -> None:
+    def _write_buffers(self, runtime: Runtime, unit: int, name: str, nbytes: int, source: ClosedStore) -> None:
         """Write a former rank's part of the model's buffers, as it is."""
 
         def read(offset: int, piece: torch.Tensor) -> None:
@@ -383,17 +383,17 @@ class _Copied:
         parts: Sequence[tuple[int, int, Callable[[torch.Tensor], None]]],
     ) -> None:
         """Write a tensor of `total` bytes: the first byte of each part, how many, and a function that fills them."""
-        tensor = runtime.create_tensor(name, total)
+        tensor = runtime.store.create_tensor(name, total)
         for begin, nbytes, fill in parts:
-            lease = runtime.lease_unit(PIECE_BYTES)
+            lease = runtime.memory.lease_unit(PIECE_BYTES)
             assert lease is not None, "the piece before has been written"
             buffer = torch.frombuffer(lease, dtype=torch.uint8)
             buffer.zero_()  # Elements that no former rank has are padding, and so is the rest of the last page.
             fill(buffer[:nbytes])
             del buffer
-            runtime.write_part(unit, tensor, begin, nbytes, lease)
+            runtime.units.write_part(unit, tensor, begin, nbytes, lease)
             del lease
-            runtime.wait_unit(unit)
+            runtime.units.wait_unit(unit)
             self._done += nbytes
             self._progress.update(self._done)
 
@@ -409,6 +409,6 @@ class _Copied:
 
 def _remove(target: list[Path]) -> None:
     """Remove a new store, which is complete, where other ranks' are not."""
-    if not KeptStore.is_there(target):
+    if not ClosedStore.is_there(target):
         return
     Runtime(target, Arena([], [], *_LEAST), resume=True, allocator="pageable").close(keep=False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memascend import optim
-from memascend._memascend import KeptStore, return_large_blocks_to_system
+from memascend._memascend import ClosedStore, return_large_blocks_to_system
 from memascend.common.html import table
 from memascend.common.sizes import AUTO
 from memascend.durable.outline import what_it_has
@@ -297,7 +297,7 @@ def can_resume(store: RankLocations, *, process_group: Any = None) -> bool:
     """
     ranks = Ranks.of(process_group)
     with over_ranks.telling(ranks):
-        there = when_free(lambda: KeptStore.is_there(paths_of(store, process_group)))
+        there = when_free(lambda: ClosedStore.is_there(paths_of(store, process_group)))
         return there if ranks is None else bool(ranks.collect("look for a run", torch.tensor([there])).all())
 
 
@@ -307,7 +307,7 @@ def read_record(paths: list[Any], tag: str | None = None) -> dict[str, Any]:
     Raises StoreError for a tag that the store does not have, CheckpointError where there is no durable step, or its
     record cannot be read.
     """
-    with closing(when_free(lambda: KeptStore(paths))) as kept_store:
+    with closing(when_free(lambda: ClosedStore(paths))) as kept_store:
         records = {name: text for name, _, _, text in kept_store.snapshots()}
         if tag is not None and tag not in records:
             kept_store.restore_snapshot(tag)  # Raises, naming the tag.

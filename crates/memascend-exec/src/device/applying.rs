@@ -5,12 +5,12 @@ use std::sync::Arc;
 use memascend_kernels::ChannelFactors;
 use memascend_mem::{Lease, LeaseSlice};
 
-use super::{Copies, DeviceEvent, Download, Outcome, Promise};
+use super::{Copies, DeviceEvent, DeviceFuture, Download, Promise};
 use crate::executor::ArrivingUpdate;
 use crate::{Result, Staging};
 
 /// A gradient on its way from the device to its update.
-pub struct Applying(pub(super) Arc<Outcome<Option<f64>>>);
+pub struct Applying(pub(super) Arc<DeviceFuture<Option<f64>>>);
 
 impl Applying {
     /// Waits until the update has all of the gradient, and returns the norm of the step if the update
@@ -67,7 +67,7 @@ pub(super) fn job(
         // hold it.
         drop((copies, staging));
         update.end(applied.as_ref().map(|_| ()).map_err(Clone::clone));
-        promise.keep(applied);
+        promise.resolve(applied);
     }
 }
 

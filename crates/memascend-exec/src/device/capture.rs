@@ -9,12 +9,12 @@ use std::sync::Arc;
 use crossbeam_channel::{Receiver, TryRecvError};
 use memascend_kernels::GradientStats;
 
-use super::{Copies, DeviceEvent, Outcome};
+use super::{Copies, DeviceEvent, DeviceFuture};
 use crate::Result;
 use crate::gradients::{Arrivals, Arriving};
 
 /// A gradient on its way from the device.
-pub struct Capture(pub(super) Arc<Outcome<GradientStats>>);
+pub struct Capture(pub(super) Arc<DeviceFuture<GradientStats>>);
 
 impl Capture {
     /// Waits until the gradient is captured, and returns its statistics. Spills to the SSD may

@@ -14,7 +14,7 @@ use memascend_mem::{Cudart, Lease, LockExt, Origin};
 
 use super::capture::Coming;
 use super::copies::{Copies, Counters, DeviceCounters, DeviceEvent, HostCopy};
-use super::{AppliedGradient, Applying, Capture, Outcome, Restore, applying, capture, restore};
+use super::{AppliedGradient, Applying, Capture, DeviceFuture, Restore, applying, capture, restore};
 use crate::{ArrivingUpdate, DeviceGradient, ExecError, GradientId, Gradients, Result, Staging, Stash};
 
 /// One CUDA device: a stream for weights to the device, one for activations back to it, and one for
@@ -52,7 +52,7 @@ impl<J: Send + 'static> Worker<J> {
         Ok(Self { jobs, thread: thread.map_err(ExecError::no_thread)? })
     }
 
-    /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its outcome
+    /// Sends the thread a job. If the thread has failed, the job is dropped, which ends its future
     /// with an error.
     fn send(&self, job: J) {
         let _ = self.jobs.send(job);
@@ -175,11 +175,11 @@ impl DeviceLink {
         id: GradientId,
         source: DeviceGradient,
     ) -> Result<Capture> {
-        let (outcome, promise) = Outcome::new(&self.counters);
+        let (future, promise) = DeviceFuture::new(&self.counters);
         let open = self.lock();
         let Open { captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         captures.send(Coming::Captured(gradients.begin_capture(id, source, promise)));
-        Ok(Capture(outcome))
+        Ok(Capture(future))
     }
 
     /// Hands a gradient in device memory to its update, chunk by chunk as it arrives in `staging`, in the
@@ -194,12 +194,12 @@ impl DeviceLink {
         source: AppliedGradient,
         update: ArrivingUpdate,
     ) -> Result<Applying> {
-        let (outcome, promise) = Outcome::new(&self.counters);
+        let (future, promise) = DeviceFuture::new(&self.counters);
         let open = self.lock();
         let Open { copies, captures, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         let job = applying::job(Arc::clone(copies), Arc::clone(staging), source, update, promise);
         captures.send(Coming::Applied(Box::new(job)));
-        Ok(Applying(outcome))
+        Ok(Applying(future))
     }
 
     /// Puts `bytes` bytes at device address `source` aside, after `ready`, as [`Stash::new`] does
@@ -216,7 +216,7 @@ impl DeviceLink {
         ready: &DeviceEvent,
         spill: bool,
     ) -> Result<Stash> {
-        let (copied, promise) = Outcome::new(&self.counters);
+        let (copied, promise) = DeviceFuture::new(&self.counters);
         let open = self.lock();
         let Open { copies, stashes, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         let stash = Stash::arriving(staging, bytes, copied);
@@ -233,12 +233,12 @@ impl DeviceLink {
     /// `target` is the address of as many bytes of device memory, which are not used from `after`
     /// until the event of [`Restore::enqueued`].
     pub unsafe fn restore(&self, stash: &Stash, target: usize, after: &DeviceEvent) -> Result<Restore> {
-        let (outcome, promise) = Outcome::new(&self.counters);
+        let (future, promise) = DeviceFuture::new(&self.counters);
         let open = self.lock();
         let Open { copies, stashes, .. } = open.as_ref().ok_or(ExecError::Closed)?;
         let job = restore::job(Arc::clone(copies), stash.stashed(), target, after.clone(), promise);
         stashes.send(Box::new(job));
-        Ok(Restore(outcome))
+        Ok(Restore(future))
     }
 
     /// Finishes all jobs, waits for the device, and ends threads and streams. Later calls fail with

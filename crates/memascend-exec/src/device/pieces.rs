@@ -32,19 +32,19 @@ pub(crate) struct Pieces<'a, T> {
 
 /// Pieces whose arrival one event marks.
 struct Group<T> {
-    pieces: Vec<Piece<T>>,
+    pieces: Vec<ChunkPiece<T>>,
     /// None while the group is open: pieces are added to it, and no event is behind them yet.
     end: Option<Result<Arc<CudaEvent>>>,
 }
 
 /// A piece in host memory, and its purpose.
-pub(crate) struct Piece<T> {
+pub(crate) struct ChunkPiece<T> {
     pub(crate) room: LeaseSlice,
     pub(crate) purpose: T,
     chunk: Arc<Lease>,
 }
 
-impl<T> Piece<T> {
+impl<T> ChunkPiece<T> {
     /// The purpose of the piece, and its chunk.
     pub(crate) fn into_parts(self) -> (T, Arc<Lease>) {
         (self.purpose, self.chunk)
@@ -126,7 +126,7 @@ impl<'a, T> Pieces<'a, T> {
         let room = LeaseSlice::new(Arc::clone(&chunk), offset, bytes);
         // SAFETY: the piece holds the chunk until the copy has ended; all else is the caller's promise.
         unsafe { self.copies.enqueue_download(room.address(), source, bytes)? };
-        let piece = Piece { room, purpose, chunk };
+        let piece = ChunkPiece { room, purpose, chunk };
         match self.groups.back_mut() {
             Some(group) if group.end.is_none() => group.pieces.push(piece),
             _ => self.groups.push_back(Group { pieces: vec![piece], end: None }),
@@ -158,7 +158,7 @@ impl<'a, T> Pieces<'a, T> {
 
     /// Waits for the oldest pieces, and returns them in order. After an error, of all of them, their bytes are not
     /// there.
-    pub(crate) fn settle(&mut self) -> Option<(Result<()>, Vec<Piece<T>>)> {
+    pub(crate) fn settle(&mut self) -> Option<(Result<()>, Vec<ChunkPiece<T>>)> {
         if self.groups.len() == 1 {
             self.close();
         }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::copies::device_error;
-use super::{Copies, DeviceEvent, Outcome, Promise};
+use super::{Copies, DeviceEvent, DeviceFuture, Promise};
 use crate::Result;
 use crate::stash::Stashed;
 
 /// Bytes of a stash on their way back to the device.
-pub struct Restore(pub(super) Arc<Outcome<DeviceEvent>>);
+pub struct Restore(pub(super) Arc<DeviceFuture<DeviceEvent>>);
 
 impl Restore {
     /// Waits until every copy is enqueued, and returns the event that is done when all bytes are
@@ -35,7 +35,7 @@ pub(super) fn stash_job(
         });
         let copied = copied.inspect_err(|error| stashed.fail(error));
         drop((copies, stashed));
-        promise.keep(copied);
+        promise.resolve(copied);
     }
 }
 
@@ -54,7 +54,7 @@ pub(super) fn job(
         // Copies under way must not arrive in memory that the caller reuses.
         let restored = restored.inspect_err(|_| drop(copies.drain(&copies.restore)));
         drop((copies, stashed));
-        promise.keep(restored);
+        promise.resolve(restored);
     }
 }
 

@@ -10,21 +10,21 @@ use crossbeam_channel::Sender;
 use memascend_kernels::ChannelFactors;
 use memascend_mem::Lease;
 
-use super::piece::{Places, SlotLayout};
+use super::piece::{SlotLayout, SourceExtents};
 use super::{Job, Order, Ticket};
 use crate::gradients::{GradientSource, SourcePlace};
-use crate::{ExecError, Pending, Result, Underway, UnitWeights, UpdateTensor};
+use crate::{ExecError, InFlight, InFlightCounter, Result, UnitWeights, UpdateTensor};
 
 /// An update that waits for its gradient: each chunk is taken over as it arrives, and returned to its
 /// pool once it is used. Dropping it before the last chunk fails the unit.
 pub struct ArrivingUpdate {
     jobs: Sender<Job>,
-    pending: Arc<Pending>,
+    pending: Arc<InFlightCounter>,
     arriving: Arc<Arriving>,
     ticket: Arc<Ticket>,
     chunk_bytes: usize,
     /// Held until the last chunk has been taken over.
-    whole: Option<Underway>,
+    whole: Option<InFlight>,
 }
 
 /// State shared by the chunks of one update.
@@ -39,7 +39,7 @@ pub(super) struct Arriving {
 
 /// Where a tensor under update is read from and written to, and how its pieces are cut.
 pub(super) struct Begun {
-    pub(super) places: Places,
+    pub(super) extents: SourceExtents,
     pub(super) layout: SlotLayout,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct ArrivedChunk {
 impl ArrivingUpdate {
     pub(super) fn new(
         jobs: Sender<Job>,
-        pending: Arc<Pending>,
+        pending: Arc<InFlightCounter>,
         weights: UnitWeights,
         mut tensor: UpdateTensor,
         chunk_elements: usize,

@@ -12,12 +12,14 @@ use memascend_store::{Extent, Rewrite, Store, TensorId};
 
 use super::arriving::{ArrivedChunk, Begun};
 use super::groups::Groups;
-use super::kept::KeptStates;
-use super::piece::{Areas, Places, PlaneArea, Reads, SlotAreas, SlotLayout, Targets, Work};
+use super::piece::{
+    Areas, PieceReads, PlaneArea, SlotAreas, SlotLayout, SourceExtents, TargetExtents, UpdatePiece,
+};
+use super::resident_states::ResidentStates;
 use super::{Job, Order, Ticket};
 use crate::files::{FilePart, FileReader};
 use crate::gradients::{Chunk, SourcePlace};
-use crate::{ExecError, Pending, Result, Underway, UnitTensor, UnitWeights, UpdateTensor};
+use crate::{ExecError, InFlight, InFlightCounter, Result, UnitTensor, UnitWeights, UpdateTensor};
 
 /// How long an update slot may take to come free before the drive counts as hung, in seconds.
 const PATIENCE_SECONDS: u64 = 120;
@@ -27,9 +29,9 @@ pub(super) struct Coordinator {
     pub(super) slots: Pool,
     pub(super) slot_bytes: usize,
     pub(super) chunk_elements: usize,
-    /// Memory for states that stay, if there is any.
-    pub(super) kept: Option<KeptStates>,
-    pub(super) computed: Sender<Work>,
+    /// Memory for resident states, if there is any.
+    pub(super) kept: Option<ResidentStates>,
+    pub(super) computed: Sender<UpdatePiece>,
     /// Made for the first unit that has weights outside the store.
     pub(super) files: OnceLock<FileReader>,
 }
@@ -39,7 +41,7 @@ type ReadInto = (Extent, usize, LeaseSlice);
 
 /// A job that has started.
 struct Started<'a> {
-    pending: &'a Arc<Pending>,
+    pending: &'a Arc<InFlightCounter>,
     weights: Option<&'a UnitWeights>,
     ticket: &'a Ticket,
 }
@@ -48,21 +50,21 @@ struct Started<'a> {
 struct NewPiece<'a> {
     job: &'a Started<'a>,
     tensor: &'a Arc<UpdateTensor>,
-    places: &'a Places,
+    extents: &'a SourceExtents,
     layout: &'a SlotLayout,
     first: usize,
     numel: usize,
     /// The chunk of the gradient that holds these elements, if the gradient lies in chunks.
     gradient_chunk: Option<Chunk>,
-    groups: Vec<Underway>,
+    groups: Vec<InFlight>,
 }
 
 impl Coordinator {
     pub(super) fn run(&self, job: Job) {
         let Job { pending, order, ticket, ready } = job;
         let started = match order {
-            Order::LetGo(tensors) => pending.wait_started_reads().map(|()| {
-                tensors.into_iter().for_each(|(tensor, from)| self.let_go(&pending, &ticket, tensor, from));
+            Order::Release(tensors) => pending.wait_started_reads().map(|()| {
+                tensors.into_iter().for_each(|(tensor, from)| self.release(&pending, &ticket, tensor, from));
             }),
             Order::Arrived(chunk) => self.start_arrived(&pending, &ticket, chunk),
             Order::Part(part) => pending.wait().map(|()| part.start(&self.store, &ticket)),
@@ -96,7 +98,7 @@ impl Coordinator {
             let updated: Vec<usize> = updates.iter().map(|tensor| tensor.weight_offset).collect();
             for tensor in &weights.tensors {
                 if updated.binary_search(&tensor.offset).is_err() {
-                    self.read_weights(lease, tensor, weights.stays, job.ticket);
+                    self.read_weights(lease, tensor, weights.resident, job.ticket);
                 }
             }
         }
@@ -131,7 +133,12 @@ impl Coordinator {
     }
 
     /// Starts the update of the elements whose gradient has arrived in a chunk.
-    fn start_arrived(&self, pending: &Arc<Pending>, ticket: &Ticket, arrived: ArrivedChunk) -> Result<()> {
+    fn start_arrived(
+        &self,
+        pending: &Arc<InFlightCounter>,
+        ticket: &Ticket,
+        arrived: ArrivedChunk,
+    ) -> Result<()> {
         let ArrivedChunk { arriving, index, chunk } = arrived;
         let (tensor, first) = (&arriving.tensor, index * self.chunk_elements);
         let job = Started { pending, weights: Some(&arriving.weights), ticket };
@@ -153,14 +160,14 @@ impl Coordinator {
 
     /// Has the store say where a tensor that is about to be updated goes.
     fn begin_tensor(&self, job: &Started<'_>, tensor: &UpdateTensor) -> Result<Begun> {
-        let places = self.places(job.weights, tensor).inspect_err(|error| {
+        let extents = self.extents(job.weights, tensor).inspect_err(|error| {
             // Other tensors of the unit may be updated already: record the error, so that no later
             // job reads the unit.
             job.pending.begin().end(Err(error.clone()));
         })?;
-        let in_slot = places.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
+        let in_slot = extents.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
         let layout = SlotLayout::new(tensor, self.slot_bytes, self.chunk_elements, in_slot);
-        Ok(Begun { places, layout })
+        Ok(Begun { extents, layout })
     }
 
     /// Starts the pieces of some elements of a tensor, from the start of a chunk on. `gradient_chunks` hold
@@ -174,7 +181,7 @@ impl Coordinator {
         gradient_chunks: &mut [Chunk],
         groups: &mut Option<Groups>,
     ) -> Result<()> {
-        let Begun { places, layout } = begun;
+        let Begun { extents, layout } = begun;
         for first in elements.clone().step_by(layout.elements) {
             let numel = layout.elements.min(elements.end - first);
             let chunk = (first - elements.start) / self.chunk_elements;
@@ -183,13 +190,22 @@ impl Coordinator {
                 if last { std::mem::replace(chunk, Chunk::Empty) } else { chunk.clone() }
             });
             let groups = groups.as_mut().map_or_else(Vec::new, |groups| groups.begin(first, numel));
-            self.start_piece(NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, groups })?;
+            self.start_piece(NewPiece {
+                job,
+                tensor,
+                extents,
+                layout,
+                first,
+                numel,
+                gradient_chunk,
+                groups,
+            })?;
         }
         Ok(())
     }
 
     /// Where a tensor's values are read from, and where its new values go.
-    fn places(&self, weights: Option<&UnitWeights>, tensor: &UpdateTensor) -> Result<Places> {
+    fn extents(&self, weights: Option<&UnitWeights>, tensor: &UpdateTensor) -> Result<SourceExtents> {
         // Without a lease, a tensor whose segments name their addresses is not one of the unit's.
         let by_address = matches!(tensor.gradient.place, SourcePlace::Addresses);
         let weights = weights.filter(|weights| weights.lease.is_some() || !by_address);
@@ -200,24 +216,28 @@ impl Coordinator {
         let weights = weights_tensor.map(|id| self.store.rewrite(id)).transpose()?;
         let planes = tensor.planes.iter().map(|state| self.store.rewrite(state.tensor));
         let planes: Vec<Rewrite> = planes.collect::<std::result::Result<_, _>>()?;
-        let targets = Targets {
+        let targets = TargetExtents {
             weights: weights.as_ref().map(|rewrite| rewrite.target),
             planes: planes.iter().map(|rewrite| rewrite.target).collect(),
         };
-        Ok(Places { weights: weights.map(|rewrite| rewrite.source), planes, targets: Arc::new(targets) })
+        Ok(SourceExtents {
+            weights: weights.map(|rewrite| rewrite.source),
+            planes,
+            targets: Arc::new(targets),
+        })
     }
 
     /// Reads weights that no update changes, unless they are in the lease.
-    fn read_weights(&self, lease: &Arc<Lease>, tensor: &UnitTensor, stay: bool, ticket: &Ticket) {
+    fn read_weights(&self, lease: &Arc<Lease>, tensor: &UnitTensor, resident: bool, ticket: &Ticket) {
         let buffer = LeaseSlice::new(Arc::clone(lease), tensor.offset, tensor.bytes);
         let extent = self.store.current(tensor.tensor);
-        if stay && self.store.is_kept(extent, 0, &buffer) {
+        if resident && self.store.is_kept(extent, 0, &buffer) {
             return;
         }
         let read = ticket.ready.begin();
-        let stays = stay.then(|| (Arc::clone(&self.store), buffer.clone()));
+        let keep_in = resident.then(|| (Arc::clone(&self.store), buffer.clone()));
         let done = Box::new(move |result: std::result::Result<(), _>| {
-            if let (Ok(()), Some((store, buffer))) = (&result, stays) {
+            if let (Ok(()), Some((store, buffer))) = (&result, keep_in) {
                 store.keep(extent, 0, buffer, true);
             }
             read.end(result.map_err(ExecError::from));
@@ -226,9 +246,9 @@ impl Coordinator {
     }
 
     /// Evicts the bytes of a tensor after `from`.
-    fn let_go(&self, pending: &Arc<Pending>, ticket: &Ticket, tensor: TensorId, from: u64) {
+    fn release(&self, pending: &Arc<InFlightCounter>, ticket: &Ticket, tensor: TensorId, from: u64) {
         let from = from.next_multiple_of(PAGE_BYTES as u64);
-        self.store.let_go(self.store.current(tensor), from, || {
+        self.store.release(self.store.current(tensor), from, || {
             let (write, ready) = (pending.begin(), ticket.ready.begin());
             Box::new(move |result: std::result::Result<(), _>| {
                 let result = result.map_err(ExecError::from);
@@ -273,9 +293,9 @@ impl Coordinator {
                 return Err(error);
             }
         };
-        let NewPiece { job, tensor, places, first, numel, gradient_chunk, groups, .. } = piece;
+        let NewPiece { job, tensor, extents, first, numel, gradient_chunk, groups, .. } = piece;
         let element = tensor.dtype.bytes();
-        let weights = job.weights.zip(places.weights).map(|(weights, source)| {
+        let weights = job.weights.zip(extents.weights).map(|(weights, source)| {
             let in_lease = |lease: &Arc<Lease>| {
                 let offset = tensor.weight_offset + first * element;
                 LeaseSlice::new(Arc::clone(lease), offset, round_up_to_page(numel * element))
@@ -284,25 +304,25 @@ impl Coordinator {
             let range = weights.lease.as_ref().map(in_lease).or_else(in_slot);
             let range = range.expect("weights without a lease have an area of the slot");
             let offset = first * element;
-            if weights.stays && self.store.is_kept(source, offset as u64, &range) {
+            if weights.resident && self.store.is_kept(source, offset as u64, &range) {
                 self.store.forget_kept(source, offset as u64, range.bytes());
             } else {
                 reads.push((source, offset, range.clone()));
             }
             range
         });
-        let weights_stay = job.weights.is_some_and(|weights| weights.stays && weights.lease.is_some());
+        let weights_resident = job.weights.is_some_and(|weights| weights.resident && weights.lease.is_some());
         let weights_written =
             tensor.write_through || job.weights.is_some_and(|weights| weights.write_through);
-        let (tensor, targets) = (Arc::clone(tensor), Arc::clone(&places.targets));
+        let (tensor, targets) = (Arc::clone(tensor), Arc::clone(&extents.targets));
         let (pending, ready) = (Arc::clone(job.pending), job.ticket.ready.begin());
-        let work = Work {
+        let piece = UpdatePiece {
             tensor,
             first,
             numel,
             areas,
             weights,
-            weights_stay,
+            weights_resident,
             weights_written,
             targets,
             gradient_chunk,
@@ -311,16 +331,16 @@ impl Coordinator {
             update,
             ready,
         };
-        self.submit_reads(reads, work);
+        self.submit_reads(reads, piece);
         Ok(())
     }
 
     /// The memory of a piece, and its reads: states, and a spilled gradient. A
     /// slot is taken only by a piece that needs it.
     fn areas(&self, piece: &NewPiece<'_>) -> Result<(Areas, Vec<ReadInto>)> {
-        let NewPiece { job, tensor, places, layout, first, numel, gradient_chunk, .. } = piece;
+        let NewPiece { job, tensor, extents, layout, first, numel, gradient_chunk, .. } = piece;
         let (first, numel) = (*first, *numel);
-        let stays = first + numel <= tensor.kept_elements;
+        let resident = first + numel <= tensor.kept_elements;
         let mut slot: Option<Arc<Lease>> = None;
         let mut slot_once = || -> Result<Arc<Lease>> {
             if slot.is_none() {
@@ -333,14 +353,14 @@ impl Coordinator {
             (SourcePlace::Chunks { .. }, Some(Chunk::Ssd))
         );
         let weights_in_slot =
-            places.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
+            extents.weights.is_some() && job.weights.is_some_and(|weights| weights.lease.is_none());
         let mut rest = None;
         if spilled || tensor.gradient.rounded || weights_in_slot {
             rest = Some(SlotAreas::new(&slot_once()?, tensor, layout, numel));
         }
         let mut reads: Vec<ReadInto> = Vec::new();
         let mut planes = Vec::with_capacity(tensor.planes.len());
-        let spans = tensor.planes.iter().zip(&places.planes).map(|(state, place)| {
+        let spans = tensor.planes.iter().zip(&extents.planes).map(|(state, place)| {
             let span = state.plane.span(first, numel);
             let (offset, bytes) = (span.start, round_up_to_page(span.len()));
             (offset, bytes, self.store.take_kept(place.source, offset as u64, bytes))
@@ -348,16 +368,16 @@ impl Coordinator {
         let spans: Vec<_> = spans.collect();
         let new = spans.iter().filter(|(_, _, here)| here.is_none()).map(|(_, bytes, _)| *bytes);
         let mut rooms = match &self.kept {
-            Some(kept) if stays => kept.take(&new.collect::<Vec<_>>())?.into_iter(),
+            Some(kept) if resident => kept.take(&new.collect::<Vec<_>>())?.into_iter(),
             _ => Vec::new().into_iter(),
         };
         for (index, (state, (offset, bytes, here))) in tensor.planes.iter().zip(spans).enumerate() {
             if let Some(buffer) = here {
-                planes.push(PlaneArea { buffer, stays });
+                planes.push(PlaneArea { buffer, resident });
                 continue;
             }
-            let place = &places.planes[index];
-            let (buffer, stays) = match rooms.next().flatten() {
+            let place = &extents.planes[index];
+            let (buffer, resident) = match rooms.next().flatten() {
                 Some(buffer) => (buffer, true),
                 None => (SlotAreas::plane(&slot_once()?, layout, index, bytes), false),
             };
@@ -367,7 +387,7 @@ impl Coordinator {
                 // SAFETY: the memory is fresh, so no other thread knows the area.
                 unsafe { buffer.as_mut_slice() }.fill(0);
             }
-            planes.push(PlaneArea { buffer, stays });
+            planes.push(PlaneArea { buffer, resident });
         }
         if let (Some(rest), SourcePlace::Chunks { extent, .. }, true) =
             (&rest, &tensor.gradient.place, spilled)
@@ -378,13 +398,13 @@ impl Coordinator {
         Ok((Areas { planes, slot: rest }, reads))
     }
 
-    /// Submits the reads of `work`.
-    fn submit_reads(&self, reads: Vec<ReadInto>, work: Work) {
+    /// Submits the reads of `piece`.
+    fn submit_reads(&self, reads: Vec<ReadInto>, piece: UpdatePiece) {
         // One more than there are reads, so that the piece is not passed on before all of them are
         // submitted.
-        let join = Arc::new(Reads {
+        let join = Arc::new(PieceReads {
             left: AtomicUsize::new(reads.len() + 1),
-            outcome: Mutex::new((None, Some(work))),
+            outcome: Mutex::new((None, Some(piece))),
             computed: self.computed.clone(),
         });
         for (extent, offset, buffer) in reads {

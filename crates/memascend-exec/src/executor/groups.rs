@@ -2,34 +2,35 @@
 
 use std::sync::Arc;
 
-use crate::{Pending, Underway};
+use crate::{InFlight, InFlightCounter};
 
 /// The elements of a tensor in groups, each with a count of its pieces that are not written yet.
 pub(super) struct Groups {
     numel: usize,
     /// Elements of a group; the last one may have fewer.
     elements: usize,
-    pending: Vec<Arc<Pending>>,
+    pending: Vec<Arc<InFlightCounter>>,
     /// Held until all pieces of a group have begun.
-    beginning: Vec<Option<Underway>>,
+    beginning: Vec<Option<InFlight>>,
 }
 
 impl Groups {
     /// Groups of `elements` elements, without any begun piece.
     pub(super) fn new(numel: usize, elements: usize) -> Self {
-        let pending: Vec<Arc<Pending>> = (0..numel.div_ceil(elements)).map(|_| Arc::default()).collect();
+        let pending: Vec<Arc<InFlightCounter>> =
+            (0..numel.div_ceil(elements)).map(|_| Arc::default()).collect();
         let beginning = pending.iter().map(|group| Some(group.begin())).collect();
         Self { numel, elements, pending, beginning }
     }
 
     /// Counters of the pieces of each group.
-    pub(super) fn pending(&self) -> Vec<Arc<Pending>> {
+    pub(super) fn pending(&self) -> Vec<Arc<InFlightCounter>> {
         self.pending.clone()
     }
 
     /// Begins the piece `first .. first + numel`, in the order of pieces. It is to be ended in all
     /// its groups once its weights are written.
-    pub(super) fn begin(&mut self, first: usize, numel: usize) -> Vec<Underway> {
+    pub(super) fn begin(&mut self, first: usize, numel: usize) -> Vec<InFlight> {
         let end = first + numel;
         let groups = first / self.elements..end.div_ceil(self.elements);
         let begun = groups.clone().map(|group| self.pending[group].begin()).collect();

@@ -7,8 +7,8 @@ use memascend_nvme::Operation;
 use memascend_store::{Store, StoreError, TensorId};
 
 use super::Ticket;
-use crate::pending::Reading;
-use crate::{ExecError, Pending, Result};
+use crate::in_flight::InFlightRead;
+use crate::{ExecError, InFlightCounter, Result};
 
 /// Bytes of a tensor's current value to read.
 pub(super) struct PartRead {
@@ -16,7 +16,7 @@ pub(super) struct PartRead {
     /// Where they begin in the tensor.
     pub(super) offset: u64,
     pub(super) buffer: LeaseSlice,
-    pub(super) reading: Reading,
+    pub(super) reading: InFlightRead,
 }
 
 impl PartRead {
@@ -44,7 +44,7 @@ impl PartRead {
 /// As [`Store::transfer`].
 pub fn write_part(
     store: &Store,
-    pending: &Arc<Pending>,
+    pending: &Arc<InFlightCounter>,
     tensor: TensorId,
     offset: u64,
     buffer: LeaseSlice,

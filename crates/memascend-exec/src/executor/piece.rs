@@ -13,55 +13,55 @@ use memascend_mem::{Lease, LeaseSlice, LockExt, PAGE_BYTES, round_up_to_page};
 use memascend_store::{Extent, Rewrite};
 
 use crate::gradients::Chunk;
-use crate::{ExecError, Pending, Result, Underway, UpdateTensor};
+use crate::{ExecError, InFlight, InFlightCounter, Result, UpdateTensor};
 
 /// A piece of a tensor on its way through the pipeline.
-pub(super) struct Work {
+pub(super) struct UpdatePiece {
     pub(super) tensor: Arc<UpdateTensor>,
     pub(super) first: usize,
     pub(super) numel: usize,
     pub(super) areas: Areas,
     /// The piece's weights, in the unit's lease or in the slot.
     pub(super) weights: Option<LeaseSlice>,
-    /// Whether they stay where they are.
-    pub(super) weights_stay: bool,
-    /// Whether weights that stay are written as well.
+    /// Whether they stay where they are after the update.
+    pub(super) weights_resident: bool,
+    /// Whether resident weights are written as well.
     pub(super) weights_written: bool,
-    pub(super) targets: Arc<Targets>,
+    pub(super) targets: Arc<TargetExtents>,
     pub(super) gradient_chunk: Option<Chunk>,
-    pub(super) pending: Arc<Pending>,
+    pub(super) pending: Arc<InFlightCounter>,
     /// Counted by the groups that the piece is a part of, until its weights are written.
-    pub(super) groups: Vec<Underway>,
+    pub(super) groups: Vec<InFlight>,
     // Declared last, so that even a dropped piece returns its buffers before it signals its end.
-    /// Counted by the unit's [`Pending`], so that no later job reads the unit before this update.
-    pub(super) update: Underway,
+    /// Counted by the unit's [`InFlightCounter`], so that no later job reads the unit before this update.
+    pub(super) update: InFlight,
     /// Counted by the job's ticket.
-    pub(super) ready: Underway,
+    pub(super) ready: InFlight,
 }
 
 /// Where a tensor's new values go: to other extents than the old ones while a generation holds
 /// those.
-pub(super) struct Targets {
+pub(super) struct TargetExtents {
     pub(super) weights: Option<Extent>,
     /// In the order of the tensor's planes.
     pub(super) planes: Vec<Extent>,
 }
 
 /// The reads of a piece under way; the last to end passes the piece on.
-pub(super) struct Reads {
+pub(super) struct PieceReads {
     pub(super) left: AtomicUsize,
-    pub(super) outcome: Mutex<(Option<ExecError>, Option<Work>)>,
-    pub(super) computed: Sender<Work>,
+    pub(super) outcome: Mutex<(Option<ExecError>, Option<UpdatePiece>)>,
+    pub(super) computed: Sender<UpdatePiece>,
 }
 
 /// Where a tensor to be updated is read from, and where it is written to.
-pub(super) struct Places {
+pub(super) struct SourceExtents {
     pub(super) weights: Option<Extent>,
     pub(super) planes: Vec<Rewrite>,
-    pub(super) targets: Arc<Targets>,
+    pub(super) targets: Arc<TargetExtents>,
 }
 
-impl Reads {
+impl PieceReads {
     pub(super) fn ended(&self, result: Result<()>) {
         if let Err(error) = result {
             self.lock().0.get_or_insert(error);
@@ -69,23 +69,23 @@ impl Reads {
         if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }
-        let (error, work) = std::mem::take(&mut *self.lock());
-        let work = work.expect("the last read ends once");
+        let (error, piece) = std::mem::take(&mut *self.lock());
+        let piece = piece.expect("the last read ends once");
         match error {
             None => {
                 // A refused piece is dropped, which ends its operations with an error.
-                let _ = self.computed.send(work);
+                let _ = self.computed.send(piece);
             }
-            Some(error) => work.fail(error),
+            Some(error) => piece.fail(error),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Option<ExecError>, Option<Work>)> {
+    fn lock(&self) -> MutexGuard<'_, (Option<ExecError>, Option<UpdatePiece>)> {
         self.outcome.locked()
     }
 }
 
-impl Work {
+impl UpdatePiece {
     /// Returns the buffers, and reports `error` to the ticket and to the unit, whose other pieces
     /// may have been updated.
     fn fail(self, error: ExecError) {
@@ -156,7 +156,7 @@ pub(super) struct Areas {
 pub(super) struct PlaneArea {
     pub(super) buffer: LeaseSlice,
     /// Whether it stays there after the update.
-    pub(super) stays: bool,
+    pub(super) resident: bool,
 }
 
 /// The parts of an update slot that one piece uses, beside its planes.

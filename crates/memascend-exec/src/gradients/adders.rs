@@ -10,7 +10,7 @@ use super::GradientDtypes;
 use crate::{ExecError, Result};
 
 /// The operation on elements of a gradient.
-pub(super) enum Work {
+pub(super) enum AdderWork {
     /// Copy them, without measuring.
     Copy { source: LeaseSlice, target: LeaseSlice },
     /// Copy them, or add them to the stored gradient, and measure the result.
@@ -31,7 +31,7 @@ pub(super) struct Adders {
 /// A block, and where its statistics go.
 struct Task {
     dtypes: GradientDtypes,
-    work: Work,
+    work: AdderWork,
     number: usize,
     measured: Sender<(usize, GradientStats)>,
 }
@@ -48,7 +48,7 @@ impl Task {
     }
 }
 
-impl Work {
+impl AdderWork {
     /// # Safety
     /// Nothing else writes what is read, or uses what is written.
     unsafe fn run(&self, dtypes: GradientDtypes, stats: &mut GradientStats) {
@@ -115,7 +115,7 @@ impl Adders {
     pub(super) unsafe fn run(
         &self,
         dtypes: GradientDtypes,
-        works: Vec<Work>,
+        works: Vec<AdderWork>,
         stats: &mut GradientStats,
     ) -> Result<()> {
         if self.threads.is_empty() {

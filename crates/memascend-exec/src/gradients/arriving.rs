@@ -11,11 +11,11 @@ use std::sync::{Arc, Weak};
 use memascend_kernels::{GRADIENT_BLOCK, GradientStats};
 use memascend_mem::{Lease, LeaseSlice, LockExt};
 
-use super::adders::Work;
-use super::{Chunk, GradientId, Gradients, Place, Record};
-use crate::device::{Copies, DeviceGradient, Piece, Pieces, Promise};
+use super::adders::AdderWork;
+use super::{Chunk, GradientId, GradientPlace, Gradients, Record};
+use crate::device::{ChunkPiece, Copies, DeviceGradient, Pieces, Promise};
 use crate::staging::ChunkRead;
-use crate::{ExecError, Result, Underway};
+use crate::{ExecError, InFlight, Result};
 
 /// Bytes of a block's sum.
 const SUM_BYTES: usize = size_of::<f64>();
@@ -28,7 +28,7 @@ pub(crate) struct Arriving {
     gradients: Arc<Gradients>,
     record: Arc<Record>,
     source: DeviceGradient,
-    underway: Underway,
+    underway: InFlight,
     promise: Promise<GradientStats>,
     stats: GradientStats,
     failure: Option<ExecError>,
@@ -40,10 +40,10 @@ pub(crate) struct Arriving {
 /// Purpose of a piece: part of a gradient, by the number of the gradient.
 struct Purpose {
     gradient: usize,
-    part: Part,
+    part: CopiedPart,
 }
 
-enum Part {
+enum CopiedPart {
     /// The elements of a chunk.
     Elements { index: usize, base: Base },
     /// Sums of squares; the flag lies behind the last.
@@ -207,7 +207,7 @@ impl<'a> Arrivals<'a> {
         }
         let mut place = record.place.locked();
         record.changed();
-        if let Place::Chunks { chunks, .. } = &mut *place {
+        if let GradientPlace::Chunks { chunks, .. } = &mut *place {
             record.pending.wait()?;
             if !accumulate {
                 chunks.fill(Chunk::Empty);
@@ -229,11 +229,11 @@ impl<'a> Arrivals<'a> {
         let (staging, offset) = (&gradients.staging, index * piece_bytes);
         let length = piece_bytes.min(source.numel * record.dtypes.kept_bytes() - offset);
         let (extent, keeps) = match &*record.place.locked() {
-            Place::Chunks { extent, chunks } => (
+            GradientPlace::Chunks { extent, chunks } => (
                 matches!(chunks[index], Chunk::Ssd).then_some(*extent),
                 matches!(chunks[index], Chunk::Empty),
             ),
-            Place::Packed { .. } => (None, false),
+            GradientPlace::Packed { .. } => (None, false),
         };
         let (chunk, base) = loop {
             let found = match extent {
@@ -249,7 +249,7 @@ impl<'a> Arrivals<'a> {
                 None => self.settle(),
             }
         };
-        let part = Part::Elements { index, base };
+        let part = CopiedPart::Elements { index, base };
         // SAFETY: the chunk is fresh; the source is the caller's promise.
         unsafe { self.enqueue_part(source.address + offset, chunk, 0, length, part) }
     }
@@ -273,7 +273,7 @@ impl<'a> Arrivals<'a> {
             };
             self.sums = (Arc::downgrade(&chunk), (begin + length).next_multiple_of(SUM_BYTES));
             // SAFETY: no other piece is at that place of the chunk; the source is the caller's promise.
-            unsafe { self.enqueue_part(source + offset, chunk, begin, length, Part::Sums)? };
+            unsafe { self.enqueue_part(source + offset, chunk, begin, length, CopiedPart::Sums)? };
         }
         Ok(())
     }
@@ -286,9 +286,9 @@ impl<'a> Arrivals<'a> {
         chunk: Arc<Lease>,
         offset: usize,
         length: usize,
-        part: Part,
+        part: CopiedPart,
     ) -> Result<()> {
-        let joins = matches!(part, Part::Sums);
+        let joins = matches!(part, CopiedPart::Sums);
         let purpose = Purpose { gradient: self.first + self.gradients.len() - 1, part };
         // SAFETY: the caller's promise.
         unsafe { self.pieces.enqueue(source, chunk, offset, length, purpose, joins)? };
@@ -307,7 +307,7 @@ impl Drop for Arrivals<'_> {
 
 impl Arriving {
     /// Takes consecutive pieces over that have `arrived`, or failed to.
-    fn take_over(&mut self, pieces: Vec<Piece<Purpose>>, arrived: &Result<()>) {
+    fn take_over(&mut self, pieces: Vec<ChunkPiece<Purpose>>, arrived: &Result<()>) {
         self.unsettled -= pieces.len();
         if self.failure.is_some() {
             return;
@@ -317,14 +317,14 @@ impl Arriving {
     }
 
     /// Adds pieces to the stored gradient, and measures the result.
-    fn keep(&mut self, pieces: Vec<Piece<Purpose>>) -> Result<()> {
+    fn keep(&mut self, pieces: Vec<ChunkPiece<Purpose>>) -> Result<()> {
         let (gradients, record) = (Arc::clone(&self.gradients), Arc::clone(&self.record));
         let mut place = record.place.locked();
         let (mut works, mut kept) = (Vec::new(), Vec::new());
         for piece in pieces {
             match &piece.purpose.part {
-                Part::Sums => self.add_sums(&piece.room),
-                Part::Elements { .. } => {
+                CopiedPart::Sums => self.add_sums(&piece.room),
+                CopiedPart::Elements { .. } => {
                     let (work, chunk) = self.find_work(&place, piece)?;
                     works.extend(work);
                     kept.extend(chunk);
@@ -334,8 +334,8 @@ impl Arriving {
         // SAFETY: the record's lock is held, and copies and reads have ended: what is written is the record's or ours
         // alone. An update that reads a pack's buffer has been waited for before gradients are captured again.
         unsafe { gradients.adders.run(record.dtypes, works, &mut self.stats)? };
-        let Place::Chunks { extent, chunks } = &mut *place else { return Ok(()) };
-        for Kept { index, chunk, stays, length } in kept {
+        let GradientPlace::Chunks { extent, chunks } = &mut *place else { return Ok(()) };
+        for NewChunk { index, chunk, stays, length } in kept {
             chunks[index] = if stays {
                 Chunk::Host(chunk)
             } else {
@@ -348,33 +348,37 @@ impl Arriving {
     }
 
     /// The operation on the elements of a piece, and the chunk that has them then, unless the record has it.
-    fn find_work(&self, place: &Place, piece: Piece<Purpose>) -> Result<(Option<Work>, Option<Kept>)> {
+    fn find_work(
+        &self,
+        place: &GradientPlace,
+        piece: ChunkPiece<Purpose>,
+    ) -> Result<(Option<AdderWork>, Option<NewChunk>)> {
         let (source, length) = (piece.room.clone(), piece.room.bytes());
         let DeviceGradient { start, accumulate: add, sums, .. } = self.source;
         let (Purpose { part, .. }, arrived) = piece.into_parts();
-        let Part::Elements { index, base } = part else { unreachable!("sums are no elements") };
+        let CopiedPart::Elements { index, base } = part else { unreachable!("sums are no elements") };
         let element = self.record.dtypes.kept_bytes();
         let of = |chunk: &Arc<Lease>| LeaseSlice::new(Arc::clone(chunk), 0, length);
         Ok(match (place, base) {
-            (Place::Packed { buffer }, _) => {
+            (GradientPlace::Packed { buffer }, _) => {
                 let offset = (start + index * self.gradients.chunk_elements) * element;
                 let target = buffer.narrow(offset, length);
                 let work = match sums {
-                    Some(_) => Work::Copy { source, target },
-                    None => Work::Merge { source, target, add },
+                    Some(_) => AdderWork::Copy { source, target },
+                    None => AdderWork::Merge { source, target, add },
                 };
                 (Some(work), None)
             }
-            (Place::Chunks { .. }, Base::Ssd(read)) => {
+            (GradientPlace::Chunks { .. }, Base::Ssd(read)) => {
                 let chunk = read.wait()?;
-                let work = Work::Merge { source, target: of(&chunk), add: true };
-                (Some(work), Some(Kept { index, chunk, stays: false, length }))
+                let work = AdderWork::Merge { source, target: of(&chunk), add: true };
+                (Some(work), Some(NewChunk { index, chunk, stays: false, length }))
             }
-            (Place::Chunks { chunks, .. }, Base::Here { stays }) => match &chunks[index] {
-                Chunk::Host(kept) => (Some(Work::Merge { source, target: of(kept), add: true }), None),
+            (GradientPlace::Chunks { chunks, .. }, Base::Here { stays }) => match &chunks[index] {
+                Chunk::Host(kept) => (Some(AdderWork::Merge { source, target: of(kept), add: true }), None),
                 _ => {
-                    let work = sums.is_none().then(|| Work::Measure { kept: source });
-                    (work, Some(Kept { index, chunk: arrived, stays, length }))
+                    let work = sums.is_none().then(|| AdderWork::Measure { kept: source });
+                    (work, Some(NewChunk { index, chunk: arrived, stays, length }))
                 }
             },
         })
@@ -394,7 +398,7 @@ impl Arriving {
     fn end(self) {
         let Self { gradients, record, underway, promise, stats, failure, .. } = self;
         if failure.is_some()
-            && let Place::Chunks { chunks, .. } = &mut *record.place.locked()
+            && let GradientPlace::Chunks { chunks, .. } = &mut *record.place.locked()
         {
             chunks.fill(Chunk::Empty);
         }
@@ -402,12 +406,12 @@ impl Arriving {
         // last to hold it.
         drop((gradients, record));
         underway.end(Ok(()));
-        promise.keep(failure.map_or(Ok(stats), Err));
+        promise.resolve(failure.map_or(Ok(stats), Err));
     }
 }
 
 /// A chunk of a gradient with its new elements, of `length` bytes.
-struct Kept {
+struct NewChunk {
     index: usize,
     chunk: Arc<Lease>,
     stays: bool,
@@ -429,7 +433,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use crate::device::Outcome;
+    use crate::device::DeviceFuture;
     use crate::{DeviceLink, Staging};
 
     /// 16,384 sums fill the smallest chunk of bf16 gradients: a tensor of 2 GiB. Here
@@ -462,7 +466,7 @@ mod tests {
                 let none =
                     DeviceGradient { start: 0, address: 0, numel: 0, accumulate: false, sums: None, ready };
                 let none = DeviceGradient { numel: 1, ..none };
-                let (outcome, promise) = Outcome::new(&Arc::default());
+                let (future, promise) = DeviceFuture::new(&Arc::default());
                 arrivals.gradients.push_back(gradients.begin_capture(id, none, promise));
                 // SAFETY: the source lives, unchanged, beyond the call.
                 unsafe { arrivals.enqueue_sums(&gradients, source.as_ptr().addr(), sums.len()) }.unwrap();
@@ -471,7 +475,7 @@ mod tests {
                     while !arrivals.is_empty() {
                         arrivals.settle();
                     }
-                    let stats = outcome.wait().unwrap();
+                    let stats = future.wait().unwrap();
                     let expected = sums.iter().fold(0.0, |sum, next| sum + next);
                     assert_eq!(
                         (stats.sum_squares.to_bits(), stats.non_finite),

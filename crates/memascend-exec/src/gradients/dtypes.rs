@@ -10,7 +10,7 @@ use memascend_kernels::{
 };
 
 /// Elements that are widened together.
-const WIDENED: usize = 1024;
+const MAX_WIDENED_ELEMENTS: usize = 1024;
 
 /// In which dtype a gradient comes, and in which it is kept until the update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,9 +100,9 @@ impl GradientDtypes {
 /// Only the caller uses both ranges, which are of allocated memory and aligned. They may overlap if
 /// the source lies in the last half of the target, or behind it.
 pub(crate) unsafe fn widen(source: *const u8, target: *mut u8, numel: usize) {
-    let mut group = [0_u16; WIDENED];
-    for first in (0..numel).step_by(WIDENED) {
-        let group = &mut group[..WIDENED.min(numel - first)];
+    let mut group = [0_u16; MAX_WIDENED_ELEMENTS];
+    for first in (0..numel).step_by(MAX_WIDENED_ELEMENTS) {
+        let group = &mut group[..MAX_WIDENED_ELEMENTS.min(numel - first)];
         // SAFETY: the caller's promise. Element `i` is written to the bytes `4 i ..`, and is read
         // from `2 numel + 2 i ..` at least: a group ends before the next one is read from.
         let target = unsafe {
@@ -140,7 +140,15 @@ mod tests {
     /// The read of a spilled gradient lands in the last half of the place where it is widened.
     #[test]
     fn a_gradient_is_widened_in_place() {
-        for numel in [1, 2, 3, WIDENED - 1, WIDENED, WIDENED + 1, 3 * WIDENED + 7] {
+        for numel in [
+            1,
+            2,
+            3,
+            MAX_WIDENED_ELEMENTS - 1,
+            MAX_WIDENED_ELEMENTS,
+            MAX_WIDENED_ELEMENTS + 1,
+            3 * MAX_WIDENED_ELEMENTS + 7,
+        ] {
             for room in [numel, numel + 1, 2 * numel] {
                 let value = |index: usize| (index * 7 + 0x3F80) as u16;
                 let mut words = vec![0_u16; 2 * room];

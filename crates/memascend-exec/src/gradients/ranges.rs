@@ -7,7 +7,7 @@ use memascend_kernels::GradientStats;
 use memascend_mem::{HostAllocator, HostBlock, PageableAllocator};
 use memascend_store::Extent;
 
-use super::{Chunk, GradientId, Gradients, Place, Record};
+use super::{Chunk, GradientId, GradientPlace, Gradients, Record};
 use crate::{ExecError, Result};
 
 /// A gradient on its way. [`Gradients::end_ranges`] makes its values the gradient's;
@@ -37,7 +37,7 @@ impl Gradients {
     pub fn begin_ranges(&self, id: GradientId, accumulate: bool) -> Result<GradientRanges> {
         let record = self.record(id);
         let mut place = record.settled();
-        let Place::Chunks { extent, chunks } = &mut *place else {
+        let GradientPlace::Chunks { extent, chunks } = &mut *place else {
             return Err(ExecError::Misused("a pack's gradient is not captured in ranges".into()));
         };
         record.pending.wait()?;
@@ -105,7 +105,7 @@ impl Gradients {
             )));
         }
         let mut place = ranges.alone(&record)?;
-        if let Place::Chunks { chunks, .. } = &mut *place {
+        if let GradientPlace::Chunks { chunks, .. } = &mut *place {
             *chunks = std::mem::take(&mut ranges.chunks);
         }
         // An end that is repeated finds the gradient changed.
@@ -165,7 +165,7 @@ impl Gradients {
 
 impl GradientRanges {
     /// Locks the gradient, if nothing but this capture has changed it.
-    fn alone<'a>(&self, record: &'a Record) -> Result<MutexGuard<'a, Place>> {
+    fn alone<'a>(&self, record: &'a Record) -> Result<MutexGuard<'a, GradientPlace>> {
         let place = record.settled();
         if self.failed || record.changes.load(Ordering::Relaxed) != self.change {
             return Err(ExecError::Misused(

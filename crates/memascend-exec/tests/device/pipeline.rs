@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use memascend_exec::{Capture, GradientId, Pending};
+use memascend_exec::{Capture, GradientId, InFlightCounter};
 use memascend_kernels::Dtype;
 use memascend_mem::{LeaseSlice, round_up_to_page};
 
@@ -16,7 +16,7 @@ struct Made {
     values: Vec<Vec<u8>>,
     sums: Vec<Sums>,
     ids: Vec<GradientId>,
-    pendings: Vec<Arc<Pending>>,
+    pendings: Vec<Arc<InFlightCounter>>,
 }
 
 impl Made {

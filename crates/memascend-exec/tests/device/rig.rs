@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use memascend_exec::{
-    Capture, DeviceEvent, DeviceGradient, DeviceLink, ExecError, GradientId, Gradients, Pending, Restore,
-    Staging, Stash,
+    Capture, DeviceEvent, DeviceGradient, DeviceLink, ExecError, GradientId, Gradients, InFlightCounter,
+    Restore, Staging, Stash,
 };
 use memascend_kernels::{Dtype, GRADIENT_BLOCK, GradientStats};
 use memascend_mem::{CudaAllocator, Lease, LeaseSlice, Pool, SizeClass};
@@ -82,7 +82,7 @@ impl Rig {
         Self { link, gradients, staging: Arc::new(staging), chunks, packs, bench, fake }
     }
 
-    pub fn create(&self, dtype: Dtype, numel: usize) -> (GradientId, Arc<Pending>) {
+    pub fn create(&self, dtype: Dtype, numel: usize) -> (GradientId, Arc<InFlightCounter>) {
         create(&self.gradients, dtype, numel)
     }
 

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use memascend_exec::{GradientId, Gradients, Pending};
+use memascend_exec::{GradientId, Gradients, InFlightCounter};
 use memascend_kernels::{Dtype, GradientStats, stats_bf16, stats_f16, stats_f32};
 
 /// A gradient of its own, and the counter of its writes.
-pub fn create(gradients: &Gradients, dtype: Dtype, numel: usize) -> (GradientId, Arc<Pending>) {
+pub fn create(gradients: &Gradients, dtype: Dtype, numel: usize) -> (GradientId, Arc<InFlightCounter>) {
     let pending = Arc::default();
     (gradients.create("w.gradient", dtype, numel, Arc::clone(&pending)).unwrap(), pending)
 }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use memascend_exec::{
     Address, AppliedGradient, Applying, DeviceEvent, DeviceLink, Executor, GradientDtypes, GradientId,
-    GradientSource, Gradients, KeptStates, Pending, Segment, Staging, Ticket, UnitTensor, UnitWeights,
-    UpdatePlane, UpdateTensor,
+    GradientSource, Gradients, InFlightCounter, ResidentStates, Segment, Staging, Ticket, UnitTensor,
+    UnitWeights, UpdatePlane, UpdateTensor,
 };
 use memascend_kernels::{
     Algorithm, Dtype, GRADIENT_BLOCK, HostTensor, Plane, Rule, StepScalars, round_bf16, step_host,
@@ -262,7 +262,7 @@ pub struct Unit {
     // Dropped before the bench: the executor's threads need the simulated engine's pump to end.
     pub executor: Option<Executor>,
     pub gradients: Gradients,
-    pub pending: Arc<Pending>,
+    pub pending: Arc<InFlightCounter>,
     pub slots: Pool,
     pub chunks: Pool,
     pub units: Pool,
@@ -352,7 +352,7 @@ impl Unit {
         let chunks = pool(chunk_elements * 4, setup.staging_chunks);
         let staging = Staging::new(Arc::clone(store), chunks.clone(), chunk_elements * 4);
         let gradients = Gradients::new(staging, chunk_elements);
-        let pending = Arc::<Pending>::default();
+        let pending = Arc::<InFlightCounter>::default();
         let mut tensors = Vec::new();
         for (index, shape) in model.shapes.iter().enumerate() {
             let name = |what: &str| format!("layer.0.{index}.{what}");
@@ -382,7 +382,7 @@ impl Unit {
                     slot_bytes,
                     chunk_elements,
                     setup.compute_threads,
-                    Some(KeptStates::new(kept.clone(), kept_bytes)),
+                    Some(ResidentStates::new(kept.clone(), kept_bytes)),
                 )
                 .unwrap(),
             ),
@@ -486,7 +486,7 @@ impl Unit {
                 tensors: vec![part],
                 files: Arc::default(),
                 lease: Some(Arc::clone(lease)),
-                stays: true,
+                resident: true,
                 write_through,
             };
             let pending = Arc::clone(&self.pending);
@@ -518,7 +518,7 @@ impl Unit {
                 tensors: vec![part],
                 files: Arc::default(),
                 lease: lease.cloned(),
-                stays: true,
+                resident: true,
                 write_through: true,
             };
             let update = self.update(index, step, GradientSource::addresses(), None);
@@ -555,7 +555,7 @@ impl Unit {
     }
 
     /// Changes how many quarters of each tensor's states may stay, and in how many buffers. States that
-    /// may not stay any more are let go: nothing of them is in memory when this returns.
+    /// may not stay any more are released: nothing of them is in memory when this returns.
     pub fn change_kept(&self, quarters: usize, buffers: usize) -> memascend_exec::Result<()> {
         let before = self.kept_setup();
         *self.kept_setup.lock().unwrap() = Kept { quarters, buffers, ..before };
@@ -564,7 +564,7 @@ impl Unit {
             tensor.planes.iter().map(move |(plane, id)| (*id, plane.span(0, elements).len() as u64))
         });
         let executor = self.executor.as_ref().expect("not dropped by the test");
-        executor.let_go_beyond(Arc::clone(&self.pending), planes.collect()).wait()?;
+        executor.release_states(Arc::clone(&self.pending), planes.collect()).wait()?;
         let bytes = self.kept.arena_classes()[0].bytes;
         self.kept.resize(bytes, buffers)?;
         if quarters == 0 {
@@ -594,8 +594,8 @@ impl Unit {
     }
 
     fn fetch_into(&self, lease: Option<Arc<Lease>>, updates: Vec<UpdateTensor>) -> Arc<Ticket> {
-        let (tensors, stays) = (self.weights.clone(), self.kept_setup().weights);
-        let weights = UnitWeights { tensors, files: Arc::default(), lease, stays, write_through: false };
+        let (tensors, resident) = (self.weights.clone(), self.kept_setup().weights);
+        let weights = UnitWeights { tensors, files: Arc::default(), lease, resident, write_through: false };
         let executor = self.executor.as_ref().expect("not dropped by the test");
         executor.fetch(Arc::clone(&self.pending), Some(weights), updates)
     }

@@ -12,7 +12,7 @@ const GROWTH_MAX: f64 = 1.01;
 /// fp64 sums of a channel's squares.
 const SUMS: usize = 16;
 /// Numbers of a projected gradient below which no other thread is started.
-const ALONE: usize = 1 << 16;
+const SINGLE_THREAD_MAX_NUMBERS: usize = 1 << 16;
 
 /// Inputs of the factors of one step, beside the gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -116,7 +116,7 @@ pub fn squares_of(
     assert!(first_moment.len() == projected.len() && second_moment.len() == projected.len(), "moments");
     let FactorOptions { lr, betas, eps, step, grad_scale, .. } = *options;
     let scalars = ProjectedScalars::new(lr, betas, eps, step, grad_scale);
-    let threads = if projected.len() < ALONE { 1 } else { threads.max(1) };
+    let threads = if projected.len() < SINGLE_THREAD_MAX_NUMBERS { 1 } else { threads.max(1) };
     let share = channels.div_ceil(threads).max(1);
     let mut squares = vec![(0.0, 0.0); channels];
     std::thread::scope(|scope| {

@@ -19,13 +19,13 @@ const CHANNELS: usize = 4;
 pub(super) const SUMS: usize = 8;
 /// Bytes of pieces that are put together before they are projected: with short ones the sums of many channels would
 /// go through the caches again and again, and threads be started for little.
-const TOGETHER: usize = 1 << 20;
+const MIN_BATCH_BYTES: usize = 1 << 20;
 /// Elements that are widened together at most.
-const WIDENED: usize = 1 << 15;
+const MAX_WIDENED_ELEMENTS: usize = 1 << 15;
 /// Products below which no other thread is started.
-const ALONE: usize = 1 << 22;
+const SINGLE_THREAD_MAX_PRODUCTS: usize = 1 << 22;
 /// Tiles of the random matrix below which no other thread is started.
-const FEW_TILES: usize = 1 << 11;
+const SINGLE_THREAD_MAX_TILES: usize = 1 << 11;
 
 /// Keeps the matrix's numbers apart from stochastic rounding's.
 const DOMAIN: u64 = 0x4150_4F4C_4C4F_2D50;
@@ -90,7 +90,7 @@ impl Projection {
         let count = self.rank.div_ceil(LANES) * self.depth() * LANES;
         let mut numbers = scratch.take(Purpose::Matrix, count);
         let tiles = numbers.as_chunks_mut::<LANES>().0;
-        let threads = if tiles.len() < FEW_TILES { 1 } else { threads };
+        let threads = if tiles.len() < SINGLE_THREAD_MAX_TILES { 1 } else { threads };
         let share = tiles.len().div_ceil(threads);
         std::thread::scope(|scope| {
             for (index, tiles) in tiles.chunks_mut(share).enumerate() {
@@ -202,7 +202,7 @@ impl Projector {
     pub fn bytes(projection: &Projection, share: &Range<usize>) -> usize {
         let numbers = (projection.rank + 2) * size_of::<f32>() + projection.sums_each() * size_of::<f64>();
         let tiles = projection.rank.div_ceil(LANES) * projection.depth() * size_of::<[f32; LANES]>();
-        projection.channels_of(share).len() * numbers + tiles + TOGETHER
+        projection.channels_of(share).len() * numbers + tiles + MIN_BATCH_BYTES
     }
 
     /// The next elements of the gradient, of its dtype.
@@ -214,13 +214,13 @@ impl Projector {
         assert!(gradient.len().is_multiple_of(bytes), "whole elements");
         let end = self.next + (self.waiting.len() + gradient.len()) / bytes;
         assert!(end <= self.share.end, "the gradient has fewer elements");
-        if self.waiting.len() + gradient.len() > TOGETHER {
+        if self.waiting.len() + gradient.len() > MIN_BATCH_BYTES {
             self.add_waiting();
         }
-        if gradient.len() >= TOGETHER {
+        if gradient.len() >= MIN_BATCH_BYTES {
             self.add_now(gradient);
         } else {
-            self.waiting.reserve_exact(TOGETHER - self.waiting.len());
+            self.waiting.reserve_exact(MIN_BATCH_BYTES - self.waiting.len());
             self.waiting.extend_from_slice(gradient);
         }
     }
@@ -290,7 +290,7 @@ impl Projector {
         let begin = projection.channels_of(share).start;
         let width = count.min(projection.columns);
         let rows = count / width;
-        let threads = if count * rank < ALONE { 1 } else { *threads };
+        let threads = if count * rank < SINGLE_THREAD_MAX_PRODUCTS { 1 } else { *threads };
         let (channels, first_channel) =
             if projection.by_column() { (width, column) } else { (rows, row - begin) };
         let sums_each = projection.sums_each();
@@ -303,7 +303,8 @@ impl Projector {
             for (index, (projected, sums)) in parts.enumerate() {
                 let (projection, dtype) = (&*projection, *dtype);
                 let mut run = move || {
-                    let piece = Piece { projection, dtype, tiles, bytes: piece, width, rows, row, column };
+                    let piece =
+                        GradientPiece { projection, dtype, tiles, bytes: piece, width, rows, row, column };
                     piece.add(index * share, projected, sums);
                 };
                 if channels <= share {
@@ -317,7 +318,7 @@ impl Projector {
 }
 
 /// Whole rows of a gradient, or a part of one.
-struct Piece<'a> {
+struct GradientPiece<'a> {
     projection: &'a Projection,
     dtype: Dtype,
     tiles: &'a [[f32; LANES]],
@@ -328,7 +329,7 @@ struct Piece<'a> {
     column: usize,
 }
 
-impl Piece<'_> {
+impl GradientPiece<'_> {
     /// Adds the channels from number `first` of the piece on, as many as there is room for.
     fn add(&self, first: usize, projected: &mut [f32], sums: &mut [f64]) {
         let Self { projection, tiles, width, rows, .. } = *self;
@@ -338,8 +339,8 @@ impl Piece<'_> {
         let sums_each = projection.sums_each();
         // Rectangles of some channels, and of as much of their depth as fits.
         let depth = if by_column { rows } else { width };
-        let depth_step = depth.min(if by_column { 64 } else { WIDENED / CHANNELS });
-        let channel_step = (WIDENED / depth_step / CHANNELS * CHANNELS).max(CHANNELS);
+        let depth_step = depth.min(if by_column { 64 } else { MAX_WIDENED_ELEMENTS / CHANNELS });
+        let channel_step = (MAX_WIDENED_ELEMENTS / depth_step / CHANNELS * CHANNELS).max(CHANNELS);
         let mut values = Vec::new();
         for at in (0..channels).step_by(channel_step) {
             let count = channel_step.min(channels - at);

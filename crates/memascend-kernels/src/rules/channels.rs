@@ -6,7 +6,7 @@
 use std::marker::PhantomData;
 
 use super::super::dispatch::Plain;
-use super::super::dispatch::{Level, Work, half_kernel};
+use super::super::dispatch::{KernelBody, Level, half_kernel};
 #[cfg(target_arch = "x86_64")]
 use super::super::dispatch::{Narrow, Wide};
 use super::elementwise::Channelwise;
@@ -116,7 +116,7 @@ pub(super) struct MatrixPass<'a, L, R, const HALVES: bool> {
     pub(super) kinds: PhantomData<(L, R)>,
 }
 
-impl<L: Level, R: Run, const HALVES: bool> Work for MatrixPass<'_, L, R, HALVES> {
+impl<L: Level, R: Run, const HALVES: bool> KernelBody for MatrixPass<'_, L, R, HALVES> {
     #[inline(always)]
     fn run(self) {
         let Matrix { weight, master, gradient, first_element, factors, update, scalars } = self.matrix;

@@ -63,18 +63,18 @@ fn by_format<L: Level, U: Update>(rule: Rule, tensor: Tensor<'_, '_>, update: U,
         };
     }
     match (rule.moments, rule.weight) {
-        (Moments::F32, Weight::Bf16Split) => by!(Singly<F32, Split>, false, false),
-        (Moments::F32, Weight::Bf16) => by!(Singly<F32, Alone<Bf16>>, false, false),
-        (Moments::F32, Weight::F16Master) => by!(Singly<F32, Alone<F32>>, false, true),
-        (Moments::F32, Weight::F32) => by!(Singly<F32, Alone<F32>>, false, false),
-        (Moments::Bf16, Weight::Bf16Split) => by!(InPairs<Split>, false, false),
-        (Moments::Bf16, Weight::Bf16) => by!(InPairs<Alone<Bf16>>, false, false),
-        (Moments::Bf16, Weight::F16Master) => by!(Singly<Bf16, Alone<F32>>, false, true),
-        (Moments::Bf16, Weight::F32) => by!(Singly<Bf16, Alone<F32>>, false, false),
-        (Moments::Block8, Weight::Bf16Split) => by!(Singly<F32, Split>, true, false),
-        (Moments::Block8, Weight::Bf16) => by!(Singly<F32, Alone<Bf16>>, true, false),
-        (Moments::Block8, Weight::F16Master) => by!(Singly<F32, Alone<F32>>, true, true),
-        (Moments::Block8, Weight::F32) => by!(Singly<F32, Alone<F32>>, true, false),
+        (Moments::F32, Weight::Bf16Split) => by!(Scalar<F32, Split>, false, false),
+        (Moments::F32, Weight::Bf16) => by!(Scalar<F32, NoMaster<Bf16>>, false, false),
+        (Moments::F32, Weight::F16Master) => by!(Scalar<F32, NoMaster<F32>>, false, true),
+        (Moments::F32, Weight::F32) => by!(Scalar<F32, NoMaster<F32>>, false, false),
+        (Moments::Bf16, Weight::Bf16Split) => by!(PackedPairs<Split>, false, false),
+        (Moments::Bf16, Weight::Bf16) => by!(PackedPairs<NoMaster<Bf16>>, false, false),
+        (Moments::Bf16, Weight::F16Master) => by!(Scalar<Bf16, NoMaster<F32>>, false, true),
+        (Moments::Bf16, Weight::F32) => by!(Scalar<Bf16, NoMaster<F32>>, false, false),
+        (Moments::Block8, Weight::Bf16Split) => by!(Scalar<F32, Split>, true, false),
+        (Moments::Block8, Weight::Bf16) => by!(Scalar<F32, NoMaster<Bf16>>, true, false),
+        (Moments::Block8, Weight::F16Master) => by!(Scalar<F32, NoMaster<F32>>, true, true),
+        (Moments::Block8, Weight::F32) => by!(Scalar<F32, NoMaster<F32>>, true, false),
     }
 }
 
@@ -87,10 +87,10 @@ pub(super) fn step_matrix<L: Level>(weight: Weight, matrix: Matrix<'_>) {
         };
     }
     match weight {
-        Weight::Bf16Split => by!(Singly<F32, Split>, false),
-        Weight::Bf16 => by!(Singly<F32, Alone<Bf16>>, false),
-        Weight::F16Master => by!(Singly<F32, Alone<F32>>, true),
-        Weight::F32 => by!(Singly<F32, Alone<F32>>, false),
+        Weight::Bf16Split => by!(Scalar<F32, Split>, false),
+        Weight::Bf16 => by!(Scalar<F32, NoMaster<Bf16>>, false),
+        Weight::F16Master => by!(Scalar<F32, NoMaster<F32>>, true),
+        Weight::F32 => by!(Scalar<F32, NoMaster<F32>>, false),
     }
 }
 
@@ -116,13 +116,13 @@ pub(super) trait Run {
 }
 
 /// Element by element.
-struct Singly<S, W>(PhantomData<(S, W)>);
+struct Scalar<S, W>(PhantomData<(S, W)>);
 
 /// Two 16-bit numbers at a time as one word, so that a lane of 32 bits holds an element from beginning to
 /// end. One by one each would have to be moved to a lane of its own and back.
-struct InPairs<W>(PhantomData<W>);
+struct PackedPairs<W>(PhantomData<W>);
 
-impl<S: Number, W: Kept> Run for Singly<S, W> {
+impl<S: Number, W: WeightLayout> Run for Scalar<S, W> {
     const WEIGHT_BYTES: usize = size_of::<W::Element>();
     #[inline(always)]
     fn run<U: Update>(
@@ -183,7 +183,7 @@ impl<S: Number, W: Kept> Run for Singly<S, W> {
     }
 }
 
-impl<W: KeptInPairs> Run for InPairs<W> {
+impl<W: PackedWeightLayout> Run for PackedPairs<W> {
     const WEIGHT_BYTES: usize = 2;
     #[inline(always)]
     fn run<U: Update>(
@@ -244,7 +244,7 @@ impl<W: KeptInPairs> Run for InPairs<W> {
                 third[i] = word(states_after[2]);
             }
         }
-        Singly::<Bf16, W>::run(
+        Scalar::<Bf16, W>::run(
             weight_rest,
             low_rest,
             gradient_rest,
@@ -278,12 +278,12 @@ fn word([first, second]: [u32; 2]) -> [u8; 4] {
 }
 
 /// How a weight is kept, in the upper halves of words.
-trait KeptInPairs: Kept<Element = [u8; 2]> {
+trait PackedWeightLayout: WeightLayout<Element = [u8; 2]> {
     fn load_upper(weight: u32, low: u32) -> f32;
     fn store_upper(value: f32, random: u32) -> (u32, u32);
 }
 
-impl KeptInPairs for Split {
+impl PackedWeightLayout for Split {
     /// As [`join_written`].
     #[inline(always)]
     fn load_upper(high: u32, low: u32) -> f32 {
@@ -299,7 +299,7 @@ impl KeptInPairs for Split {
     }
 }
 
-impl KeptInPairs for Alone<Bf16> {
+impl PackedWeightLayout for NoMaster<Bf16> {
     #[inline(always)]
     fn load_upper(weight: u32, _: u32) -> f32 {
         f32::from_bits(weight)
@@ -367,7 +367,7 @@ impl Number for Bf16 {
 }
 
 /// How a weight is kept; its gradient has the same format.
-trait Kept {
+trait WeightLayout {
     const HAS_LOW: bool;
     type Element: Bytes;
     fn gradient(bytes: Self::Element) -> f32;
@@ -378,7 +378,7 @@ trait Kept {
 
 struct Split;
 
-impl Kept for Split {
+impl WeightLayout for Split {
     const HAS_LOW: bool = true;
     type Element = [u8; 2];
     #[inline(always)]
@@ -400,9 +400,9 @@ impl Kept for Split {
 }
 
 /// By itself: its own master, or without one.
-struct Alone<N>(PhantomData<N>);
+struct NoMaster<N>(PhantomData<N>);
 
-impl<N: Number> Kept for Alone<N> {
+impl<N: Number> WeightLayout for NoMaster<N> {
     const HAS_LOW: bool = false;
     type Element = N::Bytes;
     #[inline(always)]
@@ -426,7 +426,7 @@ impl<N: Number> Kept for Alone<N> {
 #[cfg(test)]
 mod tests {
     use super::super::super::Isa;
-    use super::super::super::dispatch::{Level, Plain, Work};
+    use super::super::super::dispatch::{KernelBody, Level, Plain};
     #[cfg(target_arch = "x86_64")]
     use super::super::super::dispatch::{Narrow, Wide};
     use super::super::super::testing::any_bits;
@@ -445,7 +445,7 @@ mod tests {
         kind: PhantomData<R>,
     }
 
-    impl<R: Run, U: Update> Work for Task<'_, R, U> {
+    impl<R: Run, U: Update> KernelBody for Task<'_, R, U> {
         #[inline(always)]
         fn run(self) {
             let [weight, low, gradient, first, second, third] = self.planes;
@@ -498,9 +498,9 @@ mod tests {
             macro_rules! compare {
                 ($weight:ty, $update:expr) => {
                     let update = $update;
-                    let expected = run::<Singly<Bf16, $weight>, _>(Isa::Baseline, &begin, index, &update, &scalars);
+                    let expected = run::<Scalar<Bf16, $weight>, _>(Isa::Baseline, &begin, index, &update, &scalars);
                     for isa in Isa::available() {
-                        let pairs = run::<InPairs<$weight>, _>(isa, &begin, index, &update, &scalars);
+                        let pairs = run::<PackedPairs<$weight>, _>(isa, &begin, index, &update, &scalars);
                         prop_assert!(pairs == expected, "{isa:?}");
                     }
                 };
@@ -508,8 +508,8 @@ mod tests {
             compare!(Split, Adamw(constants));
             compare!(Split, Amsgrad(constants));
             compare!(Split, momentum);
-            compare!(Alone<Bf16>, Adamw(constants));
-            compare!(Alone<Bf16>, Amsgrad(constants));
+            compare!(NoMaster<Bf16>, Adamw(constants));
+            compare!(NoMaster<Bf16>, Amsgrad(constants));
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::pool::counters::PoolCounters;
 use crate::pool::outside::Counted;
-use crate::pool::resize::Watchers;
+use crate::pool::resize::ResizeListeners;
 use crate::sync::{Condvar, LockExt, Mutex, MutexGuard};
 use crate::{HostBlock, Origin, Result};
 
@@ -44,7 +44,7 @@ pub(super) struct Arena {
     pub(super) state: Mutex<State>,
     pub(super) returned: Condvar,
     /// Taken, before `state`, by whatever changes which buffers are memory.
-    pub(super) resizing: Mutex<Watchers>,
+    pub(super) resizing: Mutex<ResizeListeners>,
     /// Notified when a buffer that is to be given back was returned.
     pub(super) leaving: Condvar,
     /// Counts the memory where no plan does.

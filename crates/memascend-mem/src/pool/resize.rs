@@ -22,7 +22,7 @@ const LEAVING_POLL: Duration = Duration::from_millis(1);
 
 /// Is told which bytes of an arena are memory, by their places in it. It is called by one thread at a
 /// time, and must not wait for a buffer.
-pub trait Watcher: Send + Sync {
+pub trait ResizeListener: Send + Sync {
     /// These bytes are memory from now on, and hold no value yet.
     fn committed(&self, parts: &[Range<usize>]);
 
@@ -32,7 +32,7 @@ pub trait Watcher: Send + Sync {
 
 /// Resize listeners. This lock is taken before the arena's state lock, by any thread that commits or returns
 /// buffers.
-pub(super) type Watchers = Vec<Weak<dyn Watcher>>;
+pub(super) type ResizeListeners = Vec<Weak<dyn ResizeListener>>;
 
 /// A size class of an arena: `count_max` buffers of `bytes` bytes, one behind the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +57,7 @@ impl Pool {
     /// [`MemError::NotReserved`] if there is no such class, its number is fixed, or fewer were reserved. An
     /// error of the system: then the number stays, or is lower by the buffers that were returned.
     pub fn resize(&self, bytes: usize, count: usize) -> Result<()> {
-        let watchers = self.arena.resizing.locked();
+        let listeners = self.arena.resizing.locked();
         let state = self.arena.lock();
         let rounded = round_up_to_page(bytes.max(1));
         let index = self.classes.clone().find(|index| state.classes[*index].bytes == rounded);
@@ -71,9 +71,9 @@ impl Pool {
             return refused(if class.elastic { class.count_max } else { class.count });
         }
         if count > class.count {
-            self.arena.grow(&watchers, state, index, count)
+            self.arena.grow(&listeners, state, index, count)
         } else {
-            self.arena.shrink(&watchers, state, index, count)
+            self.arena.shrink(&listeners, state, index, count)
         }
     }
 
@@ -97,16 +97,16 @@ impl Pool {
         self.arena.lock().classes.iter().map(place).collect()
     }
 
-    /// Calls `watcher` with the resident parts of the arena, now and whenever they change, until it is
+    /// Calls `listener` with the resident parts of the arena, now and whenever they change, until it is
     /// dropped.
-    pub fn watch(&self, watcher: Weak<dyn Watcher>) {
-        let mut watchers = self.arena.resizing.locked();
+    pub fn add_resize_listener(&self, listener: Weak<dyn ResizeListener>) {
+        let mut listeners = self.arena.resizing.locked();
         let memory: Vec<_> = self.arena.lock().classes.iter().flat_map(Class::memory).collect();
-        if let Some(watcher) = watcher.upgrade() {
-            watcher.committed(&memory);
+        if let Some(listener) = listener.upgrade() {
+            listener.committed(&memory);
         }
-        watchers.retain(|watcher| watcher.strong_count() > 0);
-        watchers.push(watcher);
+        listeners.retain(|listener| listener.strong_count() > 0);
+        listeners.push(listener);
     }
 }
 
@@ -129,7 +129,7 @@ impl Class {
 impl Arena {
     fn grow(
         self: &Arc<Self>,
-        watchers: &Watchers,
+        listeners: &ResizeListeners,
         mut state: MutexGuard<'_, State>,
         index: usize,
         count: usize,
@@ -147,7 +147,7 @@ impl Arena {
                 self.lock().classes[index].absent.extend(offsets);
                 return Err(error);
             }
-            tell(watchers, |watcher| watcher.committed(&parts));
+            notify(listeners, |listener| listener.committed(&parts));
         }
         let mut state = self.lock();
         let class = &mut state.classes[index];
@@ -170,7 +170,7 @@ impl Arena {
 
     fn shrink(
         self: &Arc<Self>,
-        watchers: &Watchers,
+        listeners: &ResizeListeners,
         mut state: MutexGuard<'_, State>,
         index: usize,
         count: usize,
@@ -186,7 +186,7 @@ impl Arena {
         let (bytes, pool, waits) = (class.bytes, class.pool, class.returning() > 0);
         state.counters[pool].leaving_bytes += less * bytes;
         drop(state);
-        let outcome = self.give_back(watchers, index, going);
+        let outcome = self.give_back(listeners, index, going);
         if waits {
             self.start_draining();
         }
@@ -194,7 +194,7 @@ impl Arena {
     }
 
     /// Gives buffers of a class back to the system. Those that it does not take stay buffers.
-    fn give_back(&self, watchers: &Watchers, index: usize, going: Vec<usize>) -> Result<()> {
+    fn give_back(&self, listeners: &ResizeListeners, index: usize, going: Vec<usize>) -> Result<()> {
         if going.is_empty() {
             return Ok(());
         }
@@ -203,7 +203,7 @@ impl Arena {
         let mut sorted = going;
         sorted.sort_unstable();
         let parts: Vec<_> = sorted.iter().map(part).collect();
-        tell(watchers, |watcher| watcher.leaving(&parts));
+        notify(listeners, |listener| listener.leaving(&parts));
         let (mut gone, mut stay, mut outcome) = (Vec::new(), Vec::new(), Ok(()));
         for offset in sorted {
             match self.block.give_back(part(&offset)) {
@@ -216,7 +216,7 @@ impl Arena {
         }
         if !stay.is_empty() {
             let parts: Vec<_> = stay.iter().map(part).collect();
-            tell(watchers, |watcher| watcher.committed(&parts));
+            notify(listeners, |listener| listener.committed(&parts));
         }
         let mut state = self.lock();
         let class = &mut state.classes[index];
@@ -260,14 +260,14 @@ impl Arena {
             }
             if state.classes.iter().any(|class| !class.leaving.is_empty()) {
                 drop(state);
-                let watchers = self.resizing.locked();
+                let listeners = self.resizing.locked();
                 let leaving: Vec<_> =
                     self.lock().classes.iter_mut().map(|class| std::mem::take(&mut class.leaving)).collect();
                 for (index, going) in leaving.into_iter().enumerate() {
                     // Buffers that the system does not take back stay, and are counted.
-                    let _ = self.give_back(&watchers, index, going);
+                    let _ = self.give_back(&listeners, index, going);
                 }
-                drop(watchers);
+                drop(listeners);
                 state = self.lock();
                 continue;
             }
@@ -288,6 +288,6 @@ impl Arena {
     }
 }
 
-fn tell(watchers: &Watchers, what: impl Fn(&dyn Watcher)) {
-    watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| what(&*watcher));
+fn notify(listeners: &ResizeListeners, what: impl Fn(&dyn ResizeListener)) {
+    listeners.iter().filter_map(Weak::upgrade).for_each(|listener| what(&*listener));
 }

@@ -455,7 +455,7 @@ fn the_arena_is_freed_while_a_fence_holds_a_buffer_that_is_to_go() {
 #[derive(Default)]
 struct Noted(std::sync::Mutex<std::collections::BTreeSet<usize>>);
 
-impl Watcher for Noted {
+impl ResizeListener for Noted {
     fn committed(&self, parts: &[Range<usize>]) {
         let pages = parts.iter().flat_map(|part| part.clone().step_by(PAGE_BYTES));
         assert!(pages.into_iter().all(|page| self.0.locked().insert(page)), "committed twice");
@@ -472,7 +472,7 @@ fn a_watcher_knows_at_every_moment_what_is_memory() {
     let (pool, mut mix) =
         (pool(&[class(4096, 2).up_to(5), class(8192, 1), class(12_288, 0).up_to(4)]), Mix(9));
     let noted = Arc::new(Noted::default());
-    pool.watch(Arc::downgrade(&noted) as std::sync::Weak<dyn Watcher>);
+    pool.add_resize_listener(Arc::downgrade(&noted) as std::sync::Weak<dyn ResizeListener>);
     let mut live = Vec::new();
     for _ in 0..2000 {
         match mix.next(4) {

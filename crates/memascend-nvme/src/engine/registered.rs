@@ -31,18 +31,18 @@ pub(super) struct Registered {
     /// Address of the arena.
     start: usize,
     /// In the order of the kernel's table, by their places in the arena.
-    pieces: Vec<Piece>,
+    pieces: Vec<RegisteredPiece>,
 }
 
 /// A part of the arena, and whether it is registered.
-struct Piece {
+struct RegisteredPiece {
     place: Range<usize>,
     /// Bytes that are not memory now.
     missing: usize,
     registered: bool,
 }
 
-impl Piece {
+impl RegisteredPiece {
     fn overlap(&self, part: &Range<usize>) -> usize {
         self.place.end.min(part.end).saturating_sub(self.place.start.max(part.start))
     }
@@ -59,7 +59,7 @@ impl Registered {
         } else {
             pieces(0..bytes, PIECE_BYTES_MAX).collect()
         };
-        let piece = |place: Range<usize>| Piece {
+        let piece = |place: Range<usize>| RegisteredPiece {
             missing: if elastic { place.len() } else { 0 },
             registered: !elastic,
             place,
@@ -141,7 +141,7 @@ impl Registered {
         first..self.pieces.partition_point(|piece| piece.place.start < part.end)
     }
 
-    fn vector(&self, piece: &Piece) -> libc::iovec {
+    fn vector(&self, piece: &RegisteredPiece) -> libc::iovec {
         libc::iovec {
             iov_base: ptr::with_exposed_provenance_mut(self.start + piece.place.start),
             iov_len: piece.place.len(),

@@ -18,9 +18,9 @@ use crate::volume::file::MADE_SHORTER;
 use crate::{Completion, Counters, Geometry, IoError, Operation, Request, VolumeFile};
 
 /// How often in a row a part is retried after EAGAIN or EINTR without progress.
-const RETRIES: u32 = 1000;
+const MAX_RETRIES: u32 = 1000;
 /// How often in a row a transfer may move less than a block.
-const CRUMBS: u32 = 16;
+const MAX_SUB_BLOCK_RETRIES: u32 = 16;
 
 /// The requests of an engine, cut into parts, in the order in which the engine carries the parts out.
 /// Every engine uses a schedule: short transfers, EAGAIN and errors are handled here and nowhere
@@ -32,16 +32,16 @@ const CRUMBS: u32 = 16;
 pub(crate) struct Schedule {
     /// A geometry that takes the place of the files' own.
     geometry: Option<Geometry>,
-    jobs: Slab<Job>,
-    parts: Slab<Part>,
+    jobs: Slab<ActiveRequest>,
+    parts: Slab<RequestPart>,
     queues: [VecDeque<usize>; 4],
-    turn: usize,
+    last_queue: usize,
     /// Parts to be resumed or retried, which come first.
-    again: VecDeque<usize>,
+    retry_queue: VecDeque<usize>,
 }
 
 /// A request being transferred.
-struct Job {
+struct ActiveRequest {
     file: Arc<VolumeFile>,
     request: Request,
     started: Instant,
@@ -67,13 +67,13 @@ impl Failure {
 }
 
 /// One submission: a piece of a job.
-struct Part {
+struct RequestPart {
     job: usize,
     start: usize,
     bytes: usize,
     retries: u32,
     /// How often in a row less than a block was moved.
-    crumbs: u32,
+    sub_block_retries: u32,
 }
 
 /// The transfer that carries out a part.
@@ -105,8 +105,8 @@ impl Schedule {
             jobs: Slab::new(),
             parts: Slab::new(),
             queues: Default::default(),
-            turn: 0,
-            again: VecDeque::new(),
+            last_queue: 0,
+            retry_queue: VecDeque::new(),
         }
     }
 
@@ -125,7 +125,7 @@ impl Schedule {
         let Geometry { part_bytes, block_bytes, .. } = self.geometry.unwrap_or(file.geometry());
         let large = request.buffer.bytes() > part_bytes;
         let queue = 2 * usize::from(large) + usize::from(request.operation == Operation::Write);
-        let job = Job {
+        let job = ActiveRequest {
             file,
             request,
             started,
@@ -142,14 +142,14 @@ impl Schedule {
 
     /// The next part to carry out. The caller must call [`Schedule::complete`] for the part.
     pub(crate) fn next(&mut self) -> Option<usize> {
-        if let Some(part) = self.again.pop_front() {
+        if let Some(part) = self.retry_queue.pop_front() {
             return Some(part);
         }
         let count = self.queues.len();
         let queue = (1..=count)
-            .map(|step| (self.turn + step) % count)
+            .map(|step| (self.last_queue + step) % count)
             .find(|queue| !self.queues[*queue].is_empty())?;
-        self.turn = queue;
+        self.last_queue = queue;
         let index = self.queues[queue][0];
         let job = &mut self.jobs[index];
         let start = job.issued;
@@ -159,13 +159,13 @@ impl Schedule {
         if job.issued == job.request.buffer.bytes() {
             self.queues[queue].pop_front();
         }
-        Some(self.parts.insert(Part { job: index, start, bytes, retries: 0, crumbs: 0 }))
+        Some(self.parts.insert(RequestPart { job: index, start, bytes, retries: 0, sub_block_retries: 0 }))
     }
 
     /// The transfer that carries out `part`.
     pub(crate) fn transfer(&self, part: usize) -> Transfer {
-        let Part { job, start, bytes, retries, .. } = self.parts[part];
-        let Job { file, request, .. } = &self.jobs[job];
+        let RequestPart { job, start, bytes, retries, .. } = self.parts[part];
+        let ActiveRequest { file, request, .. } = &self.jobs[job];
         // SAFETY: `start + bytes` is within the request's buffer.
         let address = unsafe { request.buffer.address().as_ptr().add(start) };
         let offset = request.offset + start as u64;
@@ -189,21 +189,21 @@ impl Schedule {
                 let whole = if moved >= left { left } else { moved / block_bytes * block_bytes };
                 piece.start += whole;
                 piece.bytes -= whole;
-                (piece.retries, piece.crumbs) =
-                    if whole > 0 { (0, 0) } else { (piece.retries + 1, piece.crumbs + 1) };
+                (piece.retries, piece.sub_block_retries) =
+                    if whole > 0 { (0, 0) } else { (piece.retries + 1, piece.sub_block_retries + 1) };
                 // Every transfer ended inside the same block: the file ends there.
-                (piece.crumbs > CRUMBS).then(Failure::made_shorter)
+                (piece.sub_block_retries > MAX_SUB_BLOCK_RETRIES).then(Failure::made_shorter)
             }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Some(Failure::made_shorter()),
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
                 piece.retries += 1;
-                piece.crumbs = 0;
+                piece.sub_block_retries = 0;
                 None
             }
             Err(source) => Some(Failure { hint: errno_hint(&source), source }),
         };
         let failure = failure.or_else(|| {
-            (piece.retries > RETRIES).then(|| Failure {
+            (piece.retries > MAX_RETRIES).then(|| Failure {
                 source: io::Error::from_raw_os_error(libc::EAGAIN),
                 hint: "the system had no resources for it for a long time",
             })
@@ -212,7 +212,7 @@ impl Schedule {
         // Once a part has failed, the request's other parts are not retried.
         let lost = failure.is_some() || self.jobs[index].failure.is_some();
         if !lost && piece.bytes > 0 {
-            self.again.push_back(part);
+            self.retry_queue.push_back(part);
             return None;
         }
         self.parts.remove(part);
@@ -231,14 +231,14 @@ impl Schedule {
         if job.parts > 0 || job.issued < job.request.buffer.bytes() {
             return None;
         }
-        let Job { file, request, started, failure, .. } = self.jobs.remove(index);
+        let ActiveRequest { file, request, started, failure, .. } = self.jobs.remove(index);
         Some(Ended { file, request, started, failure })
     }
 
     /// Ends the parts of a job that wait to be tried again.
     fn give_up_waiting(&mut self, job: usize) {
         let (parts, jobs) = (&mut self.parts, &mut self.jobs);
-        self.again.retain(|part| {
+        self.retry_queue.retain(|part| {
             let keep = parts[*part].job != job;
             if !keep {
                 parts.remove(*part);
@@ -257,10 +257,15 @@ impl Schedule {
     /// still use their buffers, so the caller never uses them again.
     pub(crate) fn fail_all(&mut self, errno: i32, hint: &'static str) -> Vec<Ended> {
         self.parts.clear();
-        self.again.clear();
+        self.retry_queue.clear();
         self.queues.iter_mut().for_each(VecDeque::clear);
         let failure = || Some(Failure { source: io::Error::from_raw_os_error(errno), hint });
-        let ended = |Job { file, request, started, .. }| Ended { file, request, started, failure: failure() };
+        let ended = |ActiveRequest { file, request, started, .. }| Ended {
+            file,
+            request,
+            started,
+            failure: failure(),
+        };
         self.jobs.drain().map(ended).collect()
     }
 

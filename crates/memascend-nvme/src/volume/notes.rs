@@ -190,5 +190,4 @@ fn unless_read_only(flushed: io::Result<()>) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[path = "notes_power.rs"]
 mod power;

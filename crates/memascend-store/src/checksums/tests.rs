@@ -72,7 +72,7 @@ impl Disk {
     /// the remainder may find a flip there.
     fn is_collected(&self, at: usize) -> bool {
         let (mib, block) = ((at / SUM_BYTES as usize) as u32, (at / BLOCK_BYTES) as u32 % BLOCKS);
-        let holds = |part: &Part| (part.begin..part.end).contains(&block);
+        let holds = |part: &SummedPart| (part.begin..part.end).contains(&block);
         let overwritten = |pending: &Pending| pending.seen.iter().any(|(part, gone)| *gone && holds(part));
         let collected = |pending: &Pending| holds(&pending.written) && !overwritten(pending);
         self.sums.mixed.get(&mib).is_some_and(|mixed| mixed.pending.iter().any(collected))

@@ -334,7 +334,7 @@ impl Trial<'_> {
                     return;
                 }
                 let (tag, values) = self.world.snapshots[pick.index(self.world.snapshots.len())].clone();
-                self.store().take_up_snapshot(&tag).unwrap();
+                self.store().load_snapshot(&tag).unwrap();
                 self.present = values.clone();
                 if confirm {
                     let after = World { durable: Some(values), ..self.world.clone() };

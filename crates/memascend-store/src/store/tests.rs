@@ -396,7 +396,7 @@ fn a_copy_of_one_volume_does_not_take_the_others_of_its_original() {
 }
 
 #[test]
-fn a_snapshot_is_taken_up_and_durable_only_once_confirmed() {
+fn a_snapshot_is_loaded_and_durable_only_once_confirmed() {
     let root = tempfile::tempdir().unwrap();
     let directories = [root.path().join("1")];
     let store = Store::create(&directories, &StoreOptions::default()).unwrap();
@@ -409,7 +409,7 @@ fn a_snapshot_is_taken_up_and_durable_only_once_confirmed() {
     fill(&store, store.current(later), 7);
     fill(&store, store.rewrite(id).unwrap().target, 2);
     store.commit("two").unwrap();
-    store.take_up_snapshot("one").unwrap();
+    store.load_snapshot("one").unwrap();
     assert!(holds(&store, store.current(id), 1));
     assert_eq!((store.find_tensor("later"), store.state().as_deref()), (None, Some("two")));
     drop(store);
@@ -419,7 +419,7 @@ fn a_snapshot_is_taken_up_and_durable_only_once_confirmed() {
     assert!(holds(&store, store.current(store.find_tensor("later").unwrap()), 7));
     let id = store.find_tensor("weights").unwrap();
     store.make_spare(id).unwrap();
-    store.take_up_snapshot("one").unwrap();
+    store.load_snapshot("one").unwrap();
     let made = store.create_tensor("made meanwhile", 4096).unwrap();
     store.make_spare(id).unwrap();
     store.confirm_snapshot("one").unwrap();

@@ -18,8 +18,8 @@ from deepspeed.runtime.zero import stage3
 from memascend._memascend import (
     check_overflow,
     keep_large_blocks,
-    return_holes_to_system,
     return_large_blocks_to_system,
+    trim_heap,
 )
 from memascend.errors import MemascendError
 from memascend.forecast.deepspeed import plan
@@ -161,7 +161,7 @@ def partition_grads(self: Any, params_to_release: Sequence[Any], grad_partitions
         param.grad = None
     self._swap_out_offload_fp32_gradients(gradients, offsets)
     if settings.current.keep_blocks:
-        return_holes_to_system(True, GROWTH_BYTES)
+        trim_heap(True, GROWTH_BYTES)
     return buffers
 
 

@@ -301,7 +301,7 @@ fn a_part_that_never_moves_ends_after_a_bound_and_progress_starts_the_count_anew
         assert!(schedule.accept(&FILE, request, Instant::now()).is_none());
         let mut tries = 0;
         if moves_first {
-            for result in std::iter::repeat_with(again).take(RETRIES as usize).chain([Ok(600)]) {
+            for result in std::iter::repeat_with(again).take(MAX_RETRIES as usize).chain([Ok(600)]) {
                 let part = schedule.next().expect("not given up yet");
                 assert!(schedule.complete(part, result).is_none());
             }
@@ -317,7 +317,7 @@ fn a_part_that_never_moves_ends_after_a_bound_and_progress_starts_the_count_anew
                 break ended;
             }
         };
-        assert_eq!(tries, RETRIES + 1);
+        assert_eq!(tries, MAX_RETRIES + 1);
         assert!(schedule.is_empty() && schedule.next().is_none());
         let counters = Counters::default();
         counters.started(Instant::now());

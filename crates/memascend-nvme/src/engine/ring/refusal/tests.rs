@@ -1,9 +1,15 @@
 //! A ring that the kernel takes nothing from any more: errors, and neither a panic nor a hang.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, unbounded};
 use memascend_mem::{LeaseSlice, PageableAllocator, Pool, SizeClass};
 
-use super::*;
-use crate::{BLOCK_BYTES, Completion, Volume};
+use super::REFUSED_AT_MOST;
+use crate::engine::ring::RingEngine;
+use crate::{BLOCK_BYTES, Completion, Engine, EngineOptions, Operation, Request, Result, Volume};
 
 /// A ring over a small volume, and buffers for its requests.
 struct Bench {

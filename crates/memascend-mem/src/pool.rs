@@ -22,7 +22,7 @@ pub use self::counters::{ClassAtPeak, PoolCounters};
 pub use self::lease::{Lease, LeaseSlice};
 use self::outside::Counted;
 pub use self::outside::OutsideMemory;
-pub use self::resize::{ClassPlace, Watcher};
+pub use self::resize::{ClassPlace, ResizeListener};
 use crate::sync::{Condvar, Mutex, WaitExt};
 use crate::{HostAllocator, MemError, Origin, Result, round_up_to_page};
 

@@ -2,7 +2,7 @@
 //!
 //! All planes of a piece lie in one buffer, so that a buffer is free again when few pieces are evicted; with
 //! each plane where there was room, every buffer would hold a bit of something that stays. Eviction is a job
-//! like a fetch: it waits for the unit's `Pending` and later jobs of the unit wait for it. If the caller did
+//! like a fetch: it waits for the unit's `InFlightCounter` and later jobs of the unit wait for it. If the caller did
 //! it, it could come between the count that an update has waited for and the states that the update then
 //! reads.
 
@@ -17,14 +17,14 @@ const OPEN_MAX: usize = 4;
 
 /// Buffers for planes that stay in memory. Each is filled with one piece after another, and returns
 /// to its pool when the last of them is gone.
-pub struct KeptStates {
+pub struct ResidentStates {
     pool: Pool,
     bytes: usize,
     /// Buffers with room left, while something is in them, and how far they are filled.
     open: Mutex<Vec<(Weak<Lease>, usize)>>,
 }
 
-impl KeptStates {
+impl ResidentStates {
     /// Buffers of `bytes` bytes of `pool`.
     pub fn new(pool: Pool, bytes: usize) -> Self {
         Self { pool, bytes, open: Mutex::default() }
@@ -34,7 +34,7 @@ impl KeptStates {
     /// none left. Never waits.
     ///
     /// All of them lie in one buffer, unless that is too small for them: so a buffer is free again
-    /// when few pieces are let go. Either all of them get memory then, or none.
+    /// when few pieces are released. Either all of them get memory then, or none.
     pub(super) fn take(&self, planes: &[usize]) -> Result<Vec<Option<LeaseSlice>>> {
         let sum = planes.iter().sum();
         if sum > self.bytes {
@@ -82,16 +82,16 @@ mod tests {
     use super::*;
     use memascend_mem::{PAGE_BYTES, PageableAllocator, SizeClass};
 
-    fn kept(buffers: usize) -> (KeptStates, Pool) {
+    fn resident(buffers: usize) -> (ResidentStates, Pool) {
         let class = SizeClass::new("test", 4 * PAGE_BYTES, buffers).up_to(buffers);
         let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
-        (KeptStates::new(pool.clone(), 4 * PAGE_BYTES), pool)
+        (ResidentStates::new(pool.clone(), 4 * PAGE_BYTES), pool)
     }
 
     /// Memory for planes of so many pages, if there is any for all of them.
-    fn take(kept: &KeptStates, pages: &[usize]) -> Option<Vec<LeaseSlice>> {
+    fn take(resident: &ResidentStates, pages: &[usize]) -> Option<Vec<LeaseSlice>> {
         let planes: Vec<_> = pages.iter().map(|pages| pages * PAGE_BYTES).collect();
-        let slices: Vec<_> = kept.take(&planes).unwrap();
+        let slices: Vec<_> = resident.take(&planes).unwrap();
         assert_eq!(slices.len(), planes.len());
         let slices: Option<Vec<_>> = slices.into_iter().collect();
         let sizes = slices.iter().flatten().map(LeaseSlice::bytes);
@@ -110,47 +110,47 @@ mod tests {
 
     #[test]
     fn buffers_are_filled_and_come_back() {
-        let (kept, pool) = kept(2);
-        let first = take(&kept, &[2, 1, 1]).unwrap();
-        let next = take(&kept, &[3]).unwrap();
-        assert!(take(&kept, &[2]).is_none() && take(&kept, &[5]).is_none());
-        let last = take(&kept, &[1]).unwrap();
+        let (resident, pool) = resident(2);
+        let first = take(&resident, &[2, 1, 1]).unwrap();
+        let next = take(&resident, &[3]).unwrap();
+        assert!(take(&resident, &[2]).is_none() && take(&resident, &[5]).is_none());
+        let last = take(&resident, &[1]).unwrap();
         assert!(all_differ(first.iter().chain(&next).chain(&last)));
         drop(first);
         assert_eq!(pool.free_buffers(1), 1);
-        assert!(take(&kept, &[4]).is_some());
+        assert!(take(&resident, &[4]).is_some());
         // One that is not full returns as well.
         drop(next);
         drop(last);
-        let part = take(&kept, &[1]);
+        let part = take(&resident, &[1]);
         drop(part);
         assert_eq!(pool.free_buffers(1), 2);
     }
 
     #[test]
     fn ends_of_buffers_are_filled_while_others_are_open() {
-        let (kept, pool) = kept(3);
-        let large: Vec<_> = (0..3).map(|_| take(&kept, &[2, 1]).unwrap()).collect();
-        assert!(take(&kept, &[1, 1]).is_none(), "the planes of a piece lie together");
-        let small: Vec<_> = (0..3).map(|_| take(&kept, &[1]).unwrap()).collect();
-        assert!(take(&kept, &[1]).is_none());
+        let (resident, pool) = resident(3);
+        let large: Vec<_> = (0..3).map(|_| take(&resident, &[2, 1]).unwrap()).collect();
+        assert!(take(&resident, &[1, 1]).is_none(), "the planes of a piece lie together");
+        let small: Vec<_> = (0..3).map(|_| take(&resident, &[1]).unwrap()).collect();
+        assert!(take(&resident, &[1]).is_none());
         assert!(all_differ(large.iter().chain(&small).flatten()));
         drop((large, small));
         assert_eq!(pool.free_buffers(1), 3);
         // Larger than a buffer: each plane by itself.
-        let wide = take(&kept, &[3, 3, 3, 1]).unwrap();
+        let wide = take(&resident, &[3, 3, 3, 1]).unwrap();
         assert!(all_differ(&wide));
-        assert!(take(&kept, &[]).unwrap().is_empty());
+        assert!(take(&resident, &[]).unwrap().is_empty());
     }
 
     #[test]
     fn few_buffers_are_open_at_once() {
-        let (kept, pool) = kept(8);
-        let large: Vec<_> = (0..8).map(|_| take(&kept, &[3]).unwrap()).collect();
-        let small: Vec<_> = (0..8).map_while(|_| take(&kept, &[1])).collect();
+        let (resident, pool) = resident(8);
+        let large: Vec<_> = (0..8).map(|_| take(&resident, &[3]).unwrap()).collect();
+        let small: Vec<_> = (0..8).map_while(|_| take(&resident, &[1])).collect();
         assert_eq!(small.len(), OPEN_MAX);
         pool.resize(4 * PAGE_BYTES, 0).unwrap();
         drop((large, small));
-        assert!(take(&kept, &[1]).is_none(), "a buffer that is to be given back was filled");
+        assert!(take(&resident, &[1]).is_none(), "a buffer that is to be given back was filled");
     }
 }

@@ -4,8 +4,8 @@
 mod applying;
 mod capture;
 mod copies;
+mod future;
 mod link;
-mod outcome;
 mod pieces;
 mod restore;
 
@@ -16,5 +16,5 @@ pub use link::DeviceLink;
 pub use restore::Restore;
 
 pub(crate) use copies::{Copies, Download};
-pub(crate) use outcome::{Outcome, Promise};
-pub(crate) use pieces::{Piece, Pieces};
+pub(crate) use future::{DeviceFuture, Promise};
+pub(crate) use pieces::{ChunkPiece, Pieces};

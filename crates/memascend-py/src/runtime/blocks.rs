@@ -2,68 +2,68 @@
 
 use std::sync::Arc;
 
-use memascend_exec::{ExecError, Executor, Pending};
+use memascend_exec::{ExecError, Executor, InFlightCounter};
 use memascend_mem::{LeaseSlice, PAGE_BYTES, round_up_to_page};
 use memascend_nvme::Operation;
 use memascend_store::{Extent, TensorId, Transferred};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use super::inner::RuntimeInner;
 use crate::errors::{exec_error, store_error};
 use crate::handles::Ticket;
 use crate::host;
 use crate::lease::LeaseBuffer;
-use crate::parts::Parts;
 
 /// Starts writing `bytes` bytes of `lease`, from `offset` on, as a whole tensor.
 pub(crate) fn write_tensor(
-    parts: &Parts,
-    unit: &Arc<Pending>,
+    inner: &RuntimeInner,
+    unit: &Arc<InFlightCounter>,
     tensor: memascend_exec::UnitTensor,
     lease: &LeaseBuffer,
 ) -> PyResult<()> {
-    let rewrite = parts.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?;
+    let rewrite = inner.store.rewrite(tensor.tensor).map_err(|error| store_error(&error))?;
     let buffer = LeaseSlice::new(Arc::clone(&lease.lease), tensor.offset, tensor.bytes);
-    // What was kept is the old value, and would hold its buffer.
-    parts.store.forget_kept(rewrite.source, 0, tensor.bytes);
-    parts.store.transfer(Operation::Write, rewrite.target, 0, buffer, counted_by(unit));
+    // The resident parts are of the old value, and would hold their buffer.
+    inner.store.forget_kept(rewrite.source, 0, tensor.bytes);
+    inner.store.transfer(Operation::Write, rewrite.target, 0, buffer, counted_by(unit));
     Ok(())
 }
 
 /// Keeps no weights of a tensor in memory any more; those that were not written are.
-pub(crate) fn let_go(parts: &Parts, unit: &Arc<Pending>, tensor: TensorId) {
-    parts.store.let_go(parts.store.current(tensor), 0, || counted_by(unit));
+pub(crate) fn release(inner: &RuntimeInner, unit: &Arc<InFlightCounter>, tensor: TensorId) {
+    inner.store.release(inner.store.current(tensor), 0, || counted_by(unit));
 }
 
-/// What ends a write that `unit` counts from now on.
-fn counted_by(unit: &Arc<Pending>) -> Transferred {
+/// Counts a write of `unit` from now on; the callback ends it.
+fn counted_by(unit: &Arc<InFlightCounter>) -> Transferred {
     let write = unit.begin();
     Box::new(move |result| write.end(result.map_err(ExecError::from)))
 }
 
 /// Some bytes of a tensor: where they begin, and how many.
 #[derive(Clone, Copy)]
-pub(crate) struct Part {
+pub(crate) struct TensorPart {
     pub tensor: TensorId,
     pub offset: u64,
     pub bytes: usize,
 }
 
-impl Part {
+impl TensorPart {
     /// Starts reading it into the beginning of `lease`.
     pub(crate) fn read(
         self,
-        parts: &Parts,
-        unit: Arc<Pending>,
+        inner: &RuntimeInner,
+        unit: Arc<InFlightCounter>,
         lease: &LeaseBuffer,
         written: bool,
     ) -> PyResult<Ticket> {
         let Self { tensor, offset, .. } = self;
-        let buffer = self.buffer(&parts.store.current(tensor), lease, false)?;
+        let buffer = self.buffer(&inner.store.current(tensor), lease, false)?;
         Ok(Ticket(if written {
-            Executor::read_written(&parts.store, &unit, tensor, offset, buffer)
+            Executor::read_written(&inner.store, &unit, tensor, offset, buffer)
         } else {
-            parts.executor.read_part(unit, tensor, offset, buffer)
+            inner.executor.read_part(unit, tensor, offset, buffer)
         }))
     }
 
@@ -71,12 +71,12 @@ impl Part {
     pub(crate) fn write(
         self,
         py: Python<'_>,
-        parts: &Parts,
-        unit: &Arc<Pending>,
+        inner: &RuntimeInner,
+        unit: &Arc<InFlightCounter>,
         lease: &LeaseBuffer,
     ) -> PyResult<Ticket> {
-        let buffer = self.buffer(&parts.store.current(self.tensor), lease, true)?;
-        py.detach(|| memascend_exec::write_part(&parts.store, unit, self.tensor, self.offset, buffer))
+        let buffer = self.buffer(&inner.store.current(self.tensor), lease, true)?;
+        py.detach(|| memascend_exec::write_part(&inner.store, unit, self.tensor, self.offset, buffer))
             .map(Ticket)
             .map_err(|error| exec_error(&error))
     }
@@ -108,15 +108,19 @@ impl Part {
     }
 }
 
-/// Whether the drives have what lies in `lease` from `tensor.offset` on, as checksums say.
-pub(crate) fn is_stored(parts: &Parts, tensor: &memascend_exec::UnitTensor, lease: &LeaseBuffer) -> bool {
+/// Whether the drives have the bytes of `lease` from `tensor.offset` on, as checksums say.
+pub(crate) fn is_stored(
+    inner: &RuntimeInner,
+    tensor: &memascend_exec::UnitTensor,
+    lease: &LeaseBuffer,
+) -> bool {
     let buffer = LeaseSlice::new(Arc::clone(&lease.lease), tensor.offset, tensor.bytes);
-    parts.store.is_stored(parts.store.current(tensor.tensor), &buffer)
+    inner.store.is_stored(inner.store.current(tensor.tensor), &buffer)
 }
 
 /// Reads rows, `count` int64 at address `rows`, to address `target`.
 pub(crate) fn read_rows(
-    parts: &Parts,
+    inner: &RuntimeInner,
     tensor: TensorId,
     row_bytes: usize,
     (rows, count): (usize, usize),
@@ -126,10 +130,10 @@ pub(crate) fn read_rows(
     if count == 0 {
         return Ok(()); // torch gives an empty tensor the address 0
     }
-    let extent = parts.store.current(tensor);
+    let extent = inner.store.current(tensor);
     // SAFETY: the Python layer passes live, contiguous CPU tensors of `count` int64 and of `count`
     // rows.
     let (rows, target) =
         unsafe { (host::elements(rows, count), host::elements_mut(target, count * row_bytes)) };
-    parts.staging.read_rows(extent, row_bytes, rows, target, compare)
+    inner.staging.read_rows(extent, row_bytes, rows, target, compare)
 }

@@ -7,10 +7,10 @@ use memascend_kernels::Algorithm;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use super::inner::RuntimeInner;
 use crate::apollo::ChannelFactors;
 use crate::handles::TensorId;
 use crate::host::{Plane, Rule, StepScalars, parse_dtype};
-use crate::parts::Parts;
 
 #[derive(FromPyObject)]
 pub(crate) struct SegmentArgument<'py> {
@@ -22,7 +22,7 @@ pub(crate) struct SegmentArgument<'py> {
     fresh: Vec<bool>,
     /// `(weight, gradient)` addresses for a tensor in host memory.
     host: Option<(usize, usize)>,
-    /// Those of a matrix's channels, for APOLLO.
+    /// Factors of a matrix's channels, for APOLLO.
     factors: Option<Bound<'py, ChannelFactors>>,
 }
 
@@ -46,14 +46,14 @@ pub(crate) struct UpdateArgument<'py> {
 }
 
 impl UpdateArgument<'_> {
-    /// The update as the executor takes it, whose gradient is yet to arrive, and with `factors` those of its
-    /// channels too.
+    /// The update as the executor takes it, whose gradient is yet to arrive, and with `factors` the factors
+    /// of its channels too.
     pub(crate) fn arriving(self, factors: bool) -> PyResult<UpdateTensor> {
         self.tensor(factors)
     }
 
-    /// The update as the executor takes it, its gradient still to be filled in; with `factors_follow` those of
-    /// the channels, too.
+    /// The update as the executor takes it, its gradient still to be filled in; with `factors_follow` the
+    /// factors of the channels, too.
     fn tensor(self, factors_follow: bool) -> PyResult<UpdateTensor> {
         let address = |value: usize| Address(value as *mut u8);
         let planes: Vec<UpdatePlane> = self
@@ -124,13 +124,16 @@ impl UpdateArgument<'_> {
 }
 
 /// The updates as the executor takes them, with their gradients.
-pub(crate) fn update_tensors(parts: &Parts, updates: Vec<UpdateArgument<'_>>) -> PyResult<Vec<UpdateTensor>> {
+pub(crate) fn update_tensors(
+    inner: &RuntimeInner,
+    updates: Vec<UpdateArgument<'_>>,
+) -> PyResult<Vec<UpdateTensor>> {
     let gradients: Vec<_> = updates.iter().map(|update| update.gradient.map(GradientId)).collect();
     let mut updates = updates.into_iter().map(|update| update.tensor(false)).collect::<PyResult<Vec<_>>>()?;
     for (update, gradient) in updates.iter_mut().zip(gradients) {
         // Taken after all checks: a gradient that was taken cannot be put back.
         if let Some(id) = gradient {
-            update.gradient = parts.gradients.take(id);
+            update.gradient = inner.gradients.take(id);
         }
     }
     Ok(updates)

@@ -1,114 +1,19 @@
-//! What a runtime is made of, and how its parts are put together.
+//! The content of a runtime, and how it is put together.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use memascend_exec::{DeviceLink, Executor, Gradients, KeptStates, Staging};
+use memascend_exec::{DeviceLink, Executor, Gradients, ResidentStates, Staging};
 use memascend_kernels::Scratch;
 use memascend_mem::{Cudart, HostAllocator, OutsideMemory, Pool, SizeClass};
-use memascend_store::{Store, StoreOptions};
+use memascend_store::Store;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use super::plan::{MemoryPlan, RuntimeOptions, StorePlan};
 use crate::errors::{device_error, exec_error, memory_error, store_error};
 
-/// A line of the plan: consumer, bytes of a buffer, number of buffers; and how many there can be, if
-/// that number may change.
-#[derive(FromPyObject)]
-pub(crate) enum PlanLine {
-    Fixed(String, usize, usize),
-    Elastic(String, usize, usize, usize),
-}
-
-impl PlanLine {
-    fn class(&self) -> SizeClass {
-        match self {
-            Self::Fixed(consumer, bytes, count) => SizeClass::new(consumer, *bytes, *count),
-            Self::Elastic(consumer, bytes, count, most) => {
-                SizeClass::new(consumer, *bytes, *count).up_to(*most)
-            }
-        }
-    }
-}
-
-/// The arguments of a runtime's constructor.
-pub(crate) struct RuntimeOptions {
-    pub store: StorePlan,
-    pub memory: MemoryPlan,
-    pub allocator: AllocatorChoice,
-    pub compute_threads: usize,
-    /// Number of the CUDA device.
-    pub device: Option<i32>,
-}
-
-/// Where the store lies, and how it is opened.
-pub(crate) struct StorePlan {
-    pub paths: Vec<PathBuf>,
-    pub options: StoreOptions,
-    /// Open an existing store instead of creating one.
-    pub resume: bool,
-}
-
-/// What the arena holds: a `memascend.plan.arena.Arena`, which says what each number is.
-#[derive(FromPyObject)]
-pub(crate) struct MemoryPlan {
-    units: Vec<PlanLine>,
-    packs: Vec<PlanLine>,
-    chunk_bytes: usize,
-    chunk_count: usize,
-    chunk_count_max: Option<usize>,
-    chunk_elements: usize,
-    slot_bytes: usize,
-    slot_count: usize,
-    states_bytes: usize,
-    states_count: usize,
-    states_count_max: Option<usize>,
-}
-
-impl MemoryPlan {
-    /// The size classes of the pools: units, packs, staging chunks, update slots, states.
-    fn groups(&self) -> [Vec<SizeClass>; 5] {
-        let classes = |lines: &[PlanLine]| lines.iter().map(PlanLine::class).collect();
-        let class = |consumer: &str, bytes, count, count_max: Option<usize>| {
-            let class = SizeClass::new(consumer, bytes, count);
-            vec![if let Some(most) = count_max { class.up_to(most) } else { class }]
-        };
-        [
-            classes(&self.units),
-            classes(&self.packs),
-            class("staging", self.chunk_bytes, self.chunk_count, self.chunk_count_max),
-            class("update slots", self.slot_bytes, self.slot_count, None),
-            class("states", self.states_bytes, self.states_count, self.states_count_max),
-        ]
-    }
-}
-
-/// How the arena's memory is allocated.
-pub(crate) struct AllocatorChoice {
-    pub name: String,
-    pub huge_pages: bool,
-}
-
-impl AllocatorChoice {
-    /// The allocators to try, the preferred one first, for memory that grows and shrinks if `elastic`.
-    fn allocators(&self, device: Option<i32>, elastic: bool) -> PyResult<Vec<Box<dyn HostAllocator>>> {
-        let names: &[&str] = match (self.name.as_str(), device) {
-            // Without a device, pages locked by the system do what CUDA's do, and cost less.
-            ("auto", None) => &["locked", "pageable"],
-            // A device copies from other memory through a buffer of its own, and the caller waits
-            // for that copy.
-            // CUDA gives no part of what it allocated back.
-            ("auto", Some(_)) if elastic => &["registered"],
-            ("auto", Some(_)) => &memascend_mem::kinds_for_a_device(self.huge_pages),
-            (name, _) => &[name],
-        };
-        let allocators = names.iter().map(|name| memascend_mem::allocator(name, self.huge_pages));
-        allocators.collect::<Result<_, _>>().map_err(|error| memory_error(&error))
-    }
-}
-
 /// Store, arena, gradients and step executor of a runtime.
-pub(crate) struct Parts {
+pub(crate) struct RuntimeInner {
     pub link: Option<Arc<DeviceLink>>,
     pub executor: Executor,
     pub gradients: Arc<Gradients>,
@@ -125,9 +30,9 @@ pub(crate) struct Parts {
     pub huge_page_bytes: Option<usize>,
 }
 
-impl Parts {
-    /// Opens the store and reserves the arena. Returns the parts, and what the user should know.
-    pub(crate) fn open(options: RuntimeOptions) -> PyResult<(Self, Vec<String>)> {
+impl RuntimeInner {
+    /// Opens the store and reserves the arena. Returns the runtime, and notices for the user.
+    pub(super) fn open(options: RuntimeOptions) -> PyResult<(Self, Vec<String>)> {
         let RuntimeOptions {
             store: StorePlan { paths, options, resume },
             memory,
@@ -160,13 +65,13 @@ impl Parts {
         let staging =
             Staging::new(Arc::clone(&store), chunks, chunk_bytes).lending(slots.clone(), slot_bytes);
         let keeps = memory.states_count.max(memory.states_count_max.unwrap_or(0)) > 0;
-        let kept = keeps.then(|| KeptStates::new(states, states_bytes));
+        let kept = keeps.then(|| ResidentStates::new(states, states_bytes));
         let executor =
             Executor::new(Arc::clone(&store), slots, slot_bytes, chunk_elements, compute_threads, kept)
                 .map_err(|error| exec_error(&error))?;
         let gradients = Arc::new(Gradients::new(staging.clone(), chunk_elements).adding_in(compute_threads));
         let (staging, outside) = (Arc::new(staging), Arc::default());
-        let parts = Self {
+        let inner = Self {
             link,
             executor,
             gradients,
@@ -180,11 +85,11 @@ impl Parts {
             outside,
             huge_page_bytes,
         };
-        Ok((parts, notices))
+        Ok((inner, notices))
     }
 
-    /// Makes the numbers of buffers those given, for each size of unit buffers that is named. What
-    /// shrinks does so before anything grows.
+    /// Sets the numbers of buffers, for each size of unit buffers that is named. Shrinking goes before
+    /// growing.
     pub(crate) fn resize(
         &self,
         units: Vec<(usize, usize)>,
@@ -200,7 +105,7 @@ impl Parts {
         changes.into_iter().try_for_each(|(pool, bytes, count)| pool.resize(bytes, count))
     }
 
-    /// What moments of projected gradients are read, changed and written with.
+    /// Staging and scratch memory for moments of projected gradients.
     pub(crate) fn projecting(&self) -> (&Staging, &Arc<Scratch>) {
         (&self.staging, self.gradients.scratch())
     }
@@ -214,7 +119,7 @@ impl Parts {
     }
 }
 
-impl Drop for Parts {
+impl Drop for RuntimeInner {
     fn drop(&mut self) {
         // Other handles may hold the link too, and its copies read and write the pools.
         if let Some(link) = &self.link {

@@ -31,7 +31,7 @@ pub use formats::{Plane, PlaneFormat};
 pub use scalars::StepScalars;
 pub(super) use stochastic::mix;
 
-use super::dispatch::{Level, Plain, Work, half_kernel};
+use super::dispatch::{KernelBody, Level, Plain, half_kernel};
 #[cfg(target_arch = "x86_64")]
 use super::dispatch::{Narrow, Wide};
 use super::format::{F16, Format};
@@ -234,7 +234,7 @@ struct Pass<'a, 'b, L, U, R, const BLOCKS: bool, const HALVES: bool, const COMMO
     kinds: PhantomData<(L, R)>,
 }
 
-impl<L: Level, U: Update, R: Run, const BLOCKS: bool, const HALVES: bool, const COMMON: bool> Work
+impl<L: Level, U: Update, R: Run, const BLOCKS: bool, const HALVES: bool, const COMMON: bool> KernelBody
     for Pass<'_, '_, L, U, R, BLOCKS, HALVES, COMMON>
 {
     #[inline(always)]

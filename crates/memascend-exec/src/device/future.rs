@@ -9,7 +9,7 @@ use memascend_mem::{LockExt, WaitExt};
 
 /// The result of work that a thread of the device does.
 #[derive(Debug)]
-pub(crate) struct Outcome<T> {
+pub(crate) struct DeviceFuture<T> {
     result: Mutex<Option<Result<T>>>,
     ended: Condvar,
     counters: Arc<Counters>,
@@ -18,14 +18,14 @@ pub(crate) struct Outcome<T> {
 /// The obligation to set a result. Dropping it without one sets an error, so that no waiter is left
 /// behind.
 #[derive(Debug)]
-pub(crate) struct Promise<T>(Arc<Outcome<T>>);
+pub(crate) struct Promise<T>(Arc<DeviceFuture<T>>);
 
-impl<T: Clone> Outcome<T> {
-    /// An outcome without a result yet, and the promise to set one.
+impl<T: Clone> DeviceFuture<T> {
+    /// A future without a result yet, and the promise to set one.
     pub(crate) fn new(counters: &Arc<Counters>) -> (Arc<Self>, Promise<T>) {
         let counters = Arc::clone(counters);
-        let outcome = Arc::new(Self { result: Mutex::default(), ended: Condvar::new(), counters });
-        (Arc::clone(&outcome), Promise(outcome))
+        let future = Arc::new(Self { result: Mutex::default(), ended: Condvar::new(), counters });
+        (Arc::clone(&future), Promise(future))
     }
 
     /// Whether the work has ended, with or without an error.
@@ -48,7 +48,7 @@ impl<T: Clone> Outcome<T> {
     }
 }
 
-impl<T> Outcome<T> {
+impl<T> DeviceFuture<T> {
     fn end(&self, result: Result<T>) {
         self.lock().get_or_insert(result);
         self.ended.notify_all();
@@ -61,7 +61,7 @@ impl<T> Outcome<T> {
 
 impl<T> Promise<T> {
     /// Sets the result and wakes all waiters.
-    pub(crate) fn keep(self, result: Result<T>) {
+    pub(crate) fn resolve(self, result: Result<T>) {
         self.0.end(result);
     }
 }
