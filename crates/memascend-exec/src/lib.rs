@@ -21,7 +21,7 @@ pub use error::{ExecError, Result};
 pub use executor::{ArrivingUpdate, Executor, KeptStates, Ticket, write_part};
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
-pub use packing::{Nested, Packing, Stored};
+pub use packing::{First, Mxfp4, Nested, Numbers, Packing, ScaleFormat, Scales, Stored, WordOrder, Words};
 pub use pending::{Pending, Reading, Underway};
 pub use staging::{STAGING_RESERVE, Staging};
 pub use stash::Stash;

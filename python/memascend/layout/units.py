@@ -67,6 +67,8 @@ class Place:
     #: Of a frozen weight that is not on the store: the pieces that it is read from, one behind the other: file, offset
     #: there, length in bytes here, and how the file has it, where that is quantised.
     sources: Sequence[tuple[ExternalFile, int, int, Packing | None]] = ()
+    #: Bytes that such a weight takes with its scales, where it is quantised in the model's own files.
+    published: int | None = None
     #: The bits that its values are quantised to as the model is opened (`layout.frozen_bits`); None where they stay.
     bits: int | None = None
     #: Number of optimizer steps taken on the parameter: a graph made before the last one is out of
@@ -255,7 +257,14 @@ class Unit:
         """Bytes of its weights on the SSD: this rank's share, where the store is divided over ranks."""
         if self.bits is not None:
             return sum(quantised_nbytes(p.numel, p.bits) if p.bits else p.nbytes for p in self.places)
+        if self.published:
+            return sum(place.published or place.nbytes for place in self.places)
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def published(self) -> bool:
+        """Whether it is read from the model's own files, where weights of it are quantised."""
+        return any(place.published for place in self.places)
 
     @property
     def in_store(self) -> bool:
@@ -267,6 +276,11 @@ class Unit:
         """Why weights that are not in the store cannot be written, and the remedy: the end of a sentence on one."""
         if self.bits is not None:
             return f"lies beside the store as it was quantised (frozen_bits={self.bits}): leave frozen_bits out"
+        if self.published:
+            return (
+                "is read from the model's own file as it is published (frozen='files' or frozen_bits='published'), "
+                "which stays as it is: use frozen='store' without frozen_bits"
+            )
         return "is read from the model's own file (frozen='files'), which stays as it is: use frozen='store'"
 
     @property
