@@ -40,10 +40,11 @@ def moe() -> nn.Module:
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SMALL, **_EXPERTS), dtype=torch.bfloat16)
 
 
-def gpt_oss() -> nn.Module:
+def gpt_oss(**changed: int) -> nn.Module:
     torch.manual_seed(0)
-    sizes = _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}
-    config = GptOssConfig(**sizes, layer_types=["sliding_attention", "full_attention"])
+    sizes = _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96} | changed
+    layers = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
+    config = GptOssConfig(**sizes, layer_types=layers)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -92,7 +93,8 @@ def fp8(directory: Path, model: nn.Module, block: int = 64) -> Path:
     return rewritten(model, directory, described, pack)
 
 
-def mxfp4(directory: Path) -> Path:
+def mxfp4(directory: Path, powers: tuple[int, int] = (118, 123), **sizes: int) -> Path:
+    """Write gpt-oss with random numbers, whose scales are of the bytes `powers[0] .. powers[1]`."""
     generator = torch.Generator().manual_seed(1)
 
     def pack(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -100,11 +102,11 @@ def mxfp4(directory: Path) -> Path:
             return {name: value}
         experts, width, rows = value.shape  # the model's is the transpose of the stored one
         blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(118, 123, (experts, rows, width // 32), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(*powers, (experts, rows, width // 32), generator=generator, dtype=torch.uint8)
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
     described = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    return rewritten(gpt_oss(), directory, described, pack)
+    return rewritten(gpt_oss(**sizes), directory, described, pack)
 
 
 # ---- bitsandbytes ---------------------------------------------------------------------------------------------
@@ -211,12 +213,19 @@ def awq(directory: Path, wanted: dict[str, torch.Tensor]) -> Path:
     return rewritten(llama(), directory, described, pack)
 
 
-def gptq(directory: Path, wanted: dict[str, torch.Tensor], bits: int = 4, packing: str = "gptq") -> Path:
-    """Pack a model as gptqmodel does, columns ordered by activations; `wanted` gets the result of its kernel."""
+def gptq(
+    directory: Path, wanted: dict[str, torch.Tensor], bits: int = 4, packing: str = "gptq", in_order: bool = False
+) -> Path:
+    """Pack a model as gptqmodel does; `wanted` gets the result of its kernel.
+
+    Columns are ordered by activations unless they are `in_order`.
+    """
     generator = torch.Generator().manual_seed(2)
 
     def pack(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        order = (torch.arange(value.shape[1]) // 32)[torch.randperm(value.shape[1], generator=generator)]
+        order = torch.arange(value.shape[1]) // 32
+        if not in_order:
+            order = order[torch.randperm(len(order), generator=generator)]
         numbers, zeros, scales = _numbers(value, bits, order)
         wanted[name] = (scales[order] * (numbers - zeros[order])).t().bfloat16()
         module = name.removesuffix(".weight")
@@ -227,7 +236,13 @@ def gptq(directory: Path, wanted: dict[str, torch.Tensor], bits: int = 4, packin
             f"{module}.g_idx": order.int(),
         }
 
-    described = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": True, "checkpoint_format": packing}
+    described = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": 32,
+        "desc_act": not in_order,
+        "checkpoint_format": packing,
+    }
     return rewritten(llama(), directory, described, pack)
 
 

@@ -307,13 +307,35 @@ class ExternalFile:
 @final
 class Packing:
     @staticmethod
-    def float8(width: int, block: tuple[int, int], scales: tuple[ExternalFile, int]) -> Packing: ...
+    def rows(
+        numbers: str,
+        width: int,
+        block: tuple[int, int],
+        scales: tuple[ExternalFile, int],
+        format: str = "float32",
+        step: float = 1.0,
+    ) -> Packing: ...
     @staticmethod
     def four_bits(
         block: int,
         code: Sequence[float],
         scales: tuple[ExternalFile, int],
         nested: tuple[int, tuple[ExternalFile, int], Sequence[float], float] | None = None,
+        *,
+        format: str = "float32",
+        divisor: float = 1.0,
+        low_first: bool = False,
+    ) -> Packing: ...
+    @staticmethod
+    def mxfp4(rows: int, width: int, scales: tuple[ExternalFile, int]) -> Packing: ...
+    @staticmethod
+    def words(
+        rows: int,
+        width: int,
+        group: int,
+        zeros: tuple[ExternalFile, int],
+        scales: tuple[ExternalFile, int],
+        added: int | None,
     ) -> Packing: ...
     @staticmethod
     def bytes(block: int, code: Sequence[float], scales: tuple[ExternalFile, int]) -> Packing: ...

@@ -256,7 +256,7 @@ def test_weights_that_are_quantised_do_not_train_later(opened: Callable[..., nn.
     [
         ({"frozen": None}, "quantises frozen weights, not those which are trained: give frozen='store'"),
         ({"frozen": "files"}, "not those whose files stay as they are: give frozen='store'"),
-        ({"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8"),
+        ({"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8, 'published'"),
         ({"keep_store": True}, "leave out durability and keep_store, or frozen_bits"),
         ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
         ({"dtype": "float32"}, r"no such weights in bfloat16 \(model\.layers.*: give dtype='bfloat16'"),

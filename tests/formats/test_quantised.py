@@ -20,11 +20,13 @@ from transformers import FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import memascend
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.config import load_bare_config, load_config
 from memascend.formats.quantised import forms, tensors
 from memascend.formats.transformers_models import Conversion
 from memascend.formats.weight_files import WeightFiles, weights_dtype
+from memascend.layout import tables
+from memascend.offloading.api import offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +65,7 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
 }
 #: Forms that a library need not be installed for.
-BY_THEMSELVES = ("fp8", "fp8-experts", "mxfp4", "awq", "gptq-4", "gptq-8", "gptq-2")
+BY_THEMSELVES = ("fp8", "fp8-experts", "mxfp4", "mxfp4-all-powers", "awq", "gptq-4", "gptq-8", "gptq-2")
 
 
 def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -72,8 +74,9 @@ def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     if kind.startswith("fp8"):
         models.fp8(directory, models.moe() if kind == "fp8-experts" else models.llama())
         model = models.dequantised_by_transformers(directory, FineGrainedFP8Config(dequantize=True))
-    elif kind == "mxfp4":
-        model = models.dequantised_by_transformers(models.mxfp4(directory), Mxfp4Config(dequantize=True))
+    elif kind.startswith("mxfp4"):
+        powers = (0, 255) if kind == "mxfp4-all-powers" else (118, 123)
+        model = models.dequantised_by_transformers(models.mxfp4(directory, powers), Mxfp4Config(dequantize=True))
     elif kind.startswith("bitsandbytes:"):
         needs.package("bitsandbytes")
         models.bitsandbytes(directory, **BITSANDBYTES[kind.partition(":")[2]])
@@ -86,9 +89,9 @@ def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         models.compressed(directory, form, **weights)
         model = models.dequantised_by_transformers(directory, CompressedTensorsConfig(dequantize=True))
     else:
-        bits = int(kind.rpartition("-")[2]) if kind != "awq" else 4
+        bits, in_order = 4 if kind == "awq" else int(kind.split("-")[1]), kind.endswith("in-order")
         packing = "gptq_v2" if bits == 8 else "gptq"
-        models.awq(directory, wanted) if kind == "awq" else models.gptq(directory, wanted, bits, packing)
+        models.awq(directory, wanted) if kind == "awq" else models.gptq(directory, wanted, bits, packing, in_order)
         model = models.llama()
         for name, value in wanted.items():
             model.get_parameter(name).data.copy_(value)
@@ -250,8 +253,17 @@ def test_training_is_that_of_the_dequantised_model_in_memory(
     memascend.close(resumed.model)
 
 
+#: Forms of compressed-tensors that are read in place.
+IN_PLACE = ("fp8-rows", "fp8-whole", "fp8-blocks", "int8", "int4", "nvfp4", "mxfp4")
+
+
 @pytest.mark.parametrize(
-    "kind", ["fp8", "fp8-experts", *(f"bitsandbytes:{name}" for name in BITSANDBYTES if "int8" not in name)]
+    "kind",
+    [
+        *("fp8", "fp8-experts", "mxfp4", "mxfp4-all-powers", "awq", "gptq-4-in-order"),
+        *(f"bitsandbytes:{name}" for name in BITSANDBYTES),
+        *(f"compressed:{name}" for name in IN_PLACE),
+    ],
 )
 def test_weights_read_in_place_are_those_of_the_library(
     kind: str, tmp_path: Path, opened: Callable[..., nn.Module]
@@ -276,33 +288,46 @@ def test_many_pieces_of_many_blocks_are_read_in_place(tmp_path: Path, opened: Ca
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors = load_file(directory / models.WEIGHTS)
     tensors[f"{name}_scale_inv"] = torch.tensor(0.0123)
+    # Qwen's scales are in bfloat16, MXFP8's powers of two.
+    for other, change in (("up_proj", torch.Tensor.bfloat16), ("down_proj", lambda grid: (grid * 1e6).byte())):
+        scales = f"model.layers.0.mlp.{other}.weight_scale_inv"
+        tensors[scales] = change(tensors[scales])
     save_file(tensors, directory / models.WEIGHTS, metadata={"format": "pt"})
     assert tensors[name].numel() > 3 * 2**19
     assert_same_weights(opened(directory, frozen="files"), weights_of(opened(directory, frozen="store")))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("mxfp4", "bfloat16"), ("awq", "bfloat16"), ("fp8", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("gptq-4", "bfloat16"), ("gptq-8", "bfloat16"), ("fp8", "float32")),
+        *((f"compressed:{name}", "bfloat16") for name in COMPRESSED if name not in IN_PLACE),
+    ],
+)
 def test_other_forms_and_dtypes_are_not_read_in_place(
     kind: str, dtype: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
     directory, _ = made(kind, tmp_path / "model")
-    with pytest.raises(CheckpointError, match=rf"is quantised \(.*not read from there as {dtype}: use frozen='store'"):
-        opened(directory, dtype=dtype, frozen="files")
+    for options in ({"frozen": "files"}, {"frozen": "store", "frozen_bits": "published"}):
+        with pytest.raises(CheckpointError, match=rf"is quantised \(.*not read from there as {dtype}: use frozen='st"):
+            opened(directory, dtype=dtype, **options)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
-@pytest.mark.parametrize("frozen", ["store", "files"])
-@pytest.mark.parametrize("kind", ["fp8", "bitsandbytes:nf4"])
+@pytest.mark.parametrize("frozen", ["store", "files", "published"])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "bitsandbytes:nf4"])
 def test_adapters_train_on_a_quantised_base(
     kind: str, frozen: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
     peft = needs.package("peft")
     directory, wanted = made(kind, tmp_path / "model")
-    theirs = models.llama()
+    theirs = models.gpt_oss() if kind == "mxfp4" else models.llama()
     for name, value in wanted.items():
         theirs.get_parameter(name).data.copy_(value)
     losses, adapters = [], []
-    for base in (theirs, opened(directory, frozen=frozen, fused_loss=False)):
+    where = {"frozen": "store", "frozen_bits": "published"} if frozen == "published" else {"frozen": frozen}
+    ours = opened(directory, fused_loss=False, **where)
+    for base in (theirs, ours):
         torch.manual_seed(3)
         model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -310,6 +335,59 @@ def test_adapters_train_on_a_quantised_base(
         adapters.append([parameter.detach().clone() for parameter in trained])
     assert torch.equal(*losses)
     assert all(map(torch.equal, *adapters)) and len(adapters[0]) > 0
+
+
+def test_layers_stay_as_they_are_published_beside_the_store(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
+    """Layers are read from the files, the tables of tokens from the store."""
+    directory, wanted = made("mxfp4", tmp_path / "model")
+    model = opened(directory, frozen="store", frozen_bits="published")
+    assert_same_weights(model, wanted)
+    layers, rest = {}, 0
+    for name, value in wanted.items():
+        layers[name] = value.nbytes if ".layers." in name else 0
+        rest += value.nbytes if ".layers." not in name else 0
+    for name, packed in load_file(directory / models.WEIGHTS).items():
+        if name.endswith("_blocks"):
+            scales = packed.numel() // 16
+            layers[name.removesuffix("_blocks")] = packed.nbytes + scales
+    stats, session = memascend.stats(model), offload_of(model)
+    assert stats["file_bytes_read"] == sum(layers.values())
+    assert sum(unit.stored_nbytes for unit in session.units if unit.published) == sum(layers.values())
+    assert rest <= stats["ssd_bytes_written"] < rest + 2**16
+    with pytest.raises(MemascendError, match=r"as it is published .*use frozen='store' without frozen_bits"):
+        memascend.AdamW(model.model.layers[0].requires_grad_(True).parameters())
+
+
+def test_a_quantised_table_lies_in_the_store(
+    tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read by blocks, from the store alone."""
+    monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 1 << 18)
+    directory = models.fp8(tmp_path / "model", models.llama(vocab_size=2048))
+    tensors = load_file(directory / models.WEIGHTS)
+    codes, grid = models.to_blocks(tensors["lm_head.weight"], 64, 64)
+    save_file(tensors | {"lm_head.weight": codes, "lm_head.weight_scale_inv": grid}, directory / models.WEIGHTS)
+    published = opened(directory, frozen="store", frozen_bits="published")
+    assert_same_weights(published, weights_of(opened(directory, frozen="store")))
+    (head,) = (unit for unit in offload_of(published).units if unit.is_head)
+    assert head.in_store and any(unit.published for unit in offload_of(published).units)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"frozen": None}, "'published' keeps frozen weights as they are published, not those which are trained"),
+        ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
+        ({"experts": "pieces"}, "cannot be had yet with experts='pieces'"),
+        ({}, "no layers whose weights are quantised, which stay as they are published with frozen_bits='published'"),
+    ],
+)
+def test_what_cannot_stay_as_published_is_refused(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    models.llama().save_pretrained(tmp_path / "model")
+    given = {"store": tmp_path / "store", "host_memory": "64MiB", "frozen": "store", "frozen_bits": "published"}
+    with pytest.raises((ValueError, CheckpointError), match=told):
+        memascend.from_pretrained(tmp_path / "model", dequantize=True, **given | options)
+    assert not (tmp_path / "store").exists()
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------

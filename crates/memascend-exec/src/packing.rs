@@ -4,111 +4,98 @@
 //! The 16-bit results never reach packed numbers that are not taken yet, so no other buffer is needed. Scales
 //! are read for each piece: a whole model's are hundreds of megabytes.
 
-use std::sync::Arc;
+mod scales;
+mod transposed;
+mod words;
 
-use memascend_kernels::{dequantise_bytes, dequantise_e4m3, dequantise_four_bits};
+pub use memascend_kernels::First;
+use memascend_kernels::{dequantise_bytes, dequantise_e4m3, dequantise_four_bits, dequantise_int8};
 use memascend_store::ExternalFile;
+
+pub use scales::{Nested, ScaleFormat, Scales, Stored};
+pub use transposed::Mxfp4;
+pub use words::{WordOrder, Words};
 
 use crate::Result;
 
-/// Elements of FP8, or bytes of four bits, that are taken out of a buffer before it is written over.
+/// Bytes of numbers that are taken out of a buffer before it is written over.
 const TAKEN_BYTES: usize = 4096;
 /// Elements of four bits in a piece; blocks divide it.
 const PIECE_ELEMENTS: usize = 1 << 18;
 /// Elements of a byte in a piece; blocks divide it.
 const BYTES_PIECE_ELEMENTS: usize = 1 << 19;
-/// Elements of FP8 in a piece, but for the end of the last row.
+/// Elements of a byte by rows in a piece, but for the end of the last row.
 const ROW_PIECE_ELEMENTS: usize = 1 << 19;
 
-/// Where numbers lie in a file.
-#[derive(Debug, Clone)]
-pub struct Stored {
-    /// The file.
-    pub file: Arc<ExternalFile>,
-    /// Where they begin, in bytes.
-    pub position: u64,
-}
-
-impl Stored {
-    /// Reads `bytes` bytes from the byte `first` on, through `window`.
-    fn read(&self, first: usize, bytes: usize, window: &mut [u8]) -> Result<Vec<u8>> {
-        let mut values = vec![0; bytes];
-        self.file.read(self.position + first as u64, &mut values, window)?;
-        Ok(values)
-    }
-
-    /// Reads `count` fp32 numbers from number `first` on, through `window`.
-    fn floats(&self, first: usize, count: usize, window: &mut [u8]) -> Result<Vec<f32>> {
-        let bytes = self.read(4 * first, 4 * count, window)?;
-        Ok(bytes
-            .chunks_exact(4)
-            .map(|word| f32::from_le_bytes(word.try_into().expect("four bytes")))
-            .collect())
-    }
-}
-
-/// Quantised scales of four-bit numbers.
-#[derive(Debug, Clone)]
-pub struct Nested {
-    /// Scales for which there is one factor.
-    pub block: usize,
-    /// The factors, fp32.
-    pub factors: Stored,
-    /// The value of each byte.
-    pub code: [f32; 256],
-    /// Added to each scale.
-    pub offset: f32,
+/// The meaning of a byte of rows.
+#[derive(Debug, Clone, Copy)]
+pub enum Numbers {
+    /// FP8 (e4m3fn).
+    E4m3,
+    /// A whole number, whose product with its scale is multiplied by `step`.
+    Int8 {
+        /// The factor.
+        step: f32,
+    },
 }
 
 /// How a part of a unit's weights, in bf16 there, is stored in its file.
 #[derive(Debug, Clone)]
 pub enum Packing {
-    /// FP8 (e4m3fn) by rows, with an fp32 scale for each block of some rows and columns.
-    Float8 {
+    /// Bytes by rows, with a scale for each block of some rows and columns.
+    Rows {
+        /// Their meaning.
+        numbers: Numbers,
         /// Elements of a row.
         width: usize,
         /// Rows and columns of a block.
         block: (usize, usize),
         /// The scales, by rows of blocks.
-        scales: Stored,
+        scales: Scales,
     },
     /// Numbers of four bits that name a number of a code, with a scale for each block.
     FourBits {
         /// Elements of a block; divides 4,096.
         block: usize,
+        /// Which four bits of a byte are the first number.
+        first: First,
         /// The numbers.
         code: [f32; 16],
-        /// The scales: fp32, or bytes where they are quantised too.
-        scales: Stored,
-        /// The format of the bytes.
-        nested: Option<Box<Nested>>,
+        /// The scales.
+        scales: Scales,
     },
-    /// Bytes that name a number of a code, with an fp32 scale for each block.
+    /// Bytes that name a number of a code, with a scale for each block.
     Bytes {
         /// Elements of a block; divides 4,096.
         block: usize,
         /// The numbers.
         code: Box<[f32; 256]>,
         /// The scales.
-        scales: Stored,
+        scales: Scales,
     },
+    /// Matrices of MXFP4, stored as the transposes of the unit's.
+    Mxfp4(Mxfp4),
+    /// A matrix of AWQ or GPTQ, stored as the transpose of the unit's.
+    Words(Words),
 }
 
 impl Packing {
     /// Elements of a piece that is read at once.
     pub(crate) fn piece_elements(&self) -> usize {
         match self {
-            Self::Float8 { width, .. } => (ROW_PIECE_ELEMENTS / width).max(1) * width,
+            Self::Rows { width, .. } => (ROW_PIECE_ELEMENTS / width).max(1) * width,
             Self::FourBits { .. } => PIECE_ELEMENTS,
             Self::Bytes { .. } => BYTES_PIECE_ELEMENTS,
+            Self::Mxfp4(matrices) => matrices.elements(),
+            Self::Words(matrix) => matrix.elements(),
         }
     }
 
-    /// Bytes that `elements` take in the file.
+    /// Bytes that `elements` take in the file, without their scales.
     pub(crate) fn stored_bytes(&self, elements: usize) -> usize {
         match self {
-            Self::Float8 { .. } | Self::Bytes { .. } => elements,
-            Self::FourBits { .. } => elements.div_ceil(2),
+            Self::Rows { .. } | Self::Bytes { .. } => elements,
+            Self::FourBits { .. } | Self::Mxfp4(_) | Self::Words(_) => elements.div_ceil(2),
         }
     }
 
@@ -125,17 +112,25 @@ impl Packing {
         target: &mut [u8],
         window: &mut [u8],
     ) -> Result<()> {
+        match self {
+            Self::Mxfp4(matrices) => {
+                return matrices.read(file, position, first / matrices.elements(), target, window);
+            }
+            Self::Words(matrix) => return matrix.read(file, position, target, window),
+            _ => {}
+        }
         let elements = target.len() / 2;
         let stored = self.stored_bytes(elements);
         // To the end of the target: numbers that are not taken yet lie behind those that are written.
         let begin = target.len() - stored;
         file.read(position + self.stored_bytes(first) as u64, &mut target[begin..], window)?;
+        let mut piece = Piece { target, begin, taken: [0; TAKEN_BYTES], made: [0; 2 * TAKEN_BYTES] };
         match self {
-            Self::Float8 { width, block: (rows, columns), scales } => {
+            Self::Rows { numbers, width, block: (rows, columns), scales } => {
                 let grid_width = width.div_ceil(*columns);
                 let top = first / width / rows;
                 let count = ((first + elements).div_ceil(*width)).div_ceil(*rows) - top;
-                let scales = scales.floats(top * grid_width, count * grid_width, window)?;
+                let scales = scales.read(top * grid_width, count * grid_width, window)?;
                 let scale = |row: usize, column: usize| {
                     scales[((first / width + row) / rows - top) * grid_width + column / columns]
                 };
@@ -143,80 +138,58 @@ impl Packing {
                     for column in (0..*width).step_by(*columns) {
                         let end = (column + columns).min(*width);
                         let scale = scale(at, column);
-                        unpack(target, begin, at * width + column, at * width + end, 1, |dst, codes| {
-                            dequantise_e4m3(dst, codes, scale);
+                        piece.unpack(at * width + column, at * width + end, 1, |dst, bytes| match numbers {
+                            Numbers::E4m3 => dequantise_e4m3(dst, bytes, scale),
+                            Numbers::Int8 { step } => dequantise_int8(dst, bytes, scale, *step),
                         });
                     }
                 }
             }
-            Self::FourBits { block, code, scales, nested } => {
-                let scales = four_bit_scales(
-                    scales,
-                    nested.as_deref(),
-                    first / block,
-                    elements.div_ceil(*block),
-                    window,
-                )?;
+            Self::FourBits { block, first: order, code, scales } => {
+                let scales = scales.read(first / block, elements.div_ceil(*block), window)?;
                 for (number, scale) in scales.iter().enumerate() {
                     let end = ((number + 1) * block).min(elements);
-                    unpack(target, begin, number * block, end, 2, |dst, packed| {
-                        dequantise_four_bits(dst, packed, code, *scale);
+                    piece.unpack(number * block, end, 2, |dst, packed| {
+                        dequantise_four_bits(dst, packed, *order, code, *scale);
                     });
                 }
             }
             Self::Bytes { block, code, scales } => {
-                let scales = scales.floats(first / block, elements.div_ceil(*block), window)?;
+                let scales = scales.read(first / block, elements.div_ceil(*block), window)?;
                 for (number, scale) in scales.iter().enumerate() {
                     let end = ((number + 1) * block).min(elements);
-                    unpack(target, begin, number * block, end, 1, |dst, codes| {
+                    piece.unpack(number * block, end, 1, |dst, codes| {
                         dequantise_bytes(dst, codes, code, *scale);
                     });
                 }
             }
+            Self::Mxfp4(_) | Self::Words(_) => unreachable!("read above"),
         }
         Ok(())
     }
 }
 
-/// Returns `count` scales of four-bit numbers from number `first` on.
-fn four_bit_scales(
-    scales: &Stored,
-    nested: Option<&Nested>,
-    first: usize,
-    count: usize,
-    window: &mut [u8],
-) -> Result<Vec<f32>> {
-    let Some(nested) = nested else { return scales.floats(first, count, window) };
-    let bytes = scales.read(first, count, window)?;
-    let top = first / nested.block;
-    let factors = nested.factors.floats(top, (first + count).div_ceil(nested.block) - top, window)?;
-    let scale = |(number, byte): (usize, &u8)| {
-        nested.code[usize::from(*byte)] * factors[(first + number) / nested.block - top] + nested.offset
-    };
-    Ok(bytes.iter().enumerate().map(scale).collect())
+/// A piece whose numbers lie in its own place, from `begin` on.
+struct Piece<'a> {
+    target: &'a mut [u8],
+    begin: usize,
+    /// Numbers that are taken out of the target, and their values in bf16.
+    taken: [u8; TAKEN_BYTES],
+    made: [u16; 2 * TAKEN_BYTES],
 }
 
-/// Writes the elements `first .. end` of `target`, bf16, with `kernel`, from its own bytes from `begin` on,
-/// `per_byte` elements to a byte.
-fn unpack(
-    target: &mut [u8],
-    begin: usize,
-    first: usize,
-    end: usize,
-    per_byte: usize,
-    kernel: impl Fn(&mut [u16], &[u8]),
-) {
-    let (mut taken, mut made) = ([0; TAKEN_BYTES], [0; 2 * TAKEN_BYTES]);
-    for at in (first..end).step_by(TAKEN_BYTES * per_byte) {
-        let elements = (end - at).min(TAKEN_BYTES * per_byte);
-        let bytes = elements / per_byte;
-        taken[..bytes].copy_from_slice(&target[begin + at / per_byte..][..bytes]);
-        kernel(&mut made[..elements], &taken[..bytes]);
-        let written = &mut target[2 * at..][..2 * elements];
-        written
-            .chunks_exact_mut(2)
-            .zip(&made)
-            .for_each(|(pair, bits)| pair.copy_from_slice(&bits.to_ne_bytes()));
+impl Piece<'_> {
+    /// Writes the elements `first .. end` of the target, bf16, with `kernel`, `per_byte` elements to a byte.
+    fn unpack(&mut self, first: usize, end: usize, per_byte: usize, kernel: impl Fn(&mut [u16], &[u8])) {
+        for at in (first..end).step_by(TAKEN_BYTES * per_byte) {
+            let elements = (end - at).min(TAKEN_BYTES * per_byte);
+            let bytes = elements / per_byte;
+            let (taken, made) = (&mut self.taken[..bytes], &mut self.made[..elements]);
+            taken.copy_from_slice(&self.target[self.begin + at / per_byte..][..bytes]);
+            kernel(made, taken);
+            let written = self.target[2 * at..][..2 * elements].chunks_exact_mut(2);
+            written.zip(made).for_each(|(pair, bits)| pair.copy_from_slice(&bits.to_ne_bytes()));
+        }
     }
 }
 
@@ -224,6 +197,7 @@ fn unpack(
 mod tests {
     use std::io::Write;
     use std::os::unix::fs::MetadataExt;
+    use std::sync::Arc;
 
     use memascend_kernels::{round_bf16, widen_e4m3};
     use memascend_mem::{HostAllocator, PageableAllocator};
@@ -231,7 +205,7 @@ mod tests {
     use super::*;
 
     /// A file of `bytes`, and a window to read it through.
-    fn opened(bytes: &[u8], direct: bool) -> (tempfile::NamedTempFile, Arc<ExternalFile>) {
+    pub(super) fn opened(bytes: &[u8], direct: bool) -> (tempfile::NamedTempFile, Arc<ExternalFile>) {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         let seen = file.as_file().metadata().unwrap();
@@ -241,7 +215,7 @@ mod tests {
     }
 
     /// Reads `elements` from number `first` on.
-    fn read(
+    pub(super) fn read(
         packing: &Packing,
         file: &ExternalFile,
         position: u64,
@@ -270,8 +244,9 @@ mod tests {
         };
         for direct in [false, true] {
             let (_file, file) = opened(&bytes, direct);
-            let scales = Stored { file: Arc::clone(&file), position: 3 };
-            let packing = Packing::Float8 { width, block, scales };
+            let stored = Stored { file: Arc::clone(&file), position: 3 };
+            let scales = Scales { stored, format: ScaleFormat::F32 };
+            let packing = Packing::Rows { numbers: Numbers::E4m3, width, block, scales };
             let position = 3 + scale_bytes.len() as u64;
             for (top, bottom) in [(0, rows), (0, 1), (127, 129), (200, 300), (255, 257)] {
                 let made = read(&packing, &file, position, top * width, (bottom - top) * width);
@@ -302,8 +277,8 @@ mod tests {
             code: of_byte,
             offset: 0.03,
         };
-        let packing =
-            Packing::FourBits { block, code, scales: stored(packed.len()), nested: Some(Box::new(nested)) };
+        let scales = Scales { stored: stored(packed.len()), format: ScaleFormat::Nested(Box::new(nested)) };
+        let packing = Packing::FourBits { block, first: First::High, code, scales };
         for (begin, end) in [(0, elements), (0, 64), (64 * 255, 64 * 257), (64 * 699, elements)] {
             let wanted: Vec<u16> = (begin..end)
                 .map(|at| {
@@ -327,12 +302,66 @@ mod tests {
         let bytes = [&[9][..], &codes, &scale_bytes].concat();
         let (_file, file) = opened(&bytes, true);
         let stored = Stored { file: Arc::clone(&file), position: 1 + codes.len() as u64 };
-        let packing = Packing::Bytes { block, code: Box::new(code), scales: stored };
+        let read_scales = Scales { stored, format: ScaleFormat::F32 };
+        let packing = Packing::Bytes { block, code: Box::new(code), scales: read_scales };
         for (begin, end) in [(0, elements), (4096, 8192), (4096 * 2, elements)] {
             let wanted: Vec<u16> = (begin..end)
                 .map(|at| round_bf16(code[usize::from(codes[at])] * scales[at / block]))
                 .collect();
             assert_eq!(read(&packing, &file, 1, begin, end - begin), wanted, "{begin} .. {end}");
         }
+    }
+
+    #[test]
+    fn scales_of_any_format_are_read() {
+        let (elements, block) = (64 * 32, 32);
+        let packed: Vec<u8> = (0..elements / 2).map(|at| (at * 11 + at / 13) as u8).collect();
+        let code: [f32; 16] = std::array::from_fn(|at| at as f32 - 8.0);
+        let raw: Vec<u8> = (0..128).map(|at| 60 + at as u8 / 2).collect();
+        let wide =
+            |number: usize| f32::from_bits(u32::from_le_bytes([0, 0, raw[2 * number], raw[2 * number + 1]]));
+        let divisor = 3.7;
+        let formats: [(ScaleFormat, &dyn Fn(usize) -> f32); 3] = [
+            (ScaleFormat::Bf16, &wide),
+            (ScaleFormat::Exponents, &|number| 2f32.powi(i32::from(raw[number]) - 127)),
+            (ScaleFormat::E4m3 { divisor }, &|number| widen_e4m3(raw[number]) / divisor),
+        ];
+        let bytes = [&packed[..], &raw].concat();
+        let (_file, file) = opened(&bytes, false);
+        for (format, scale) in formats {
+            let stored = Stored { file: Arc::clone(&file), position: packed.len() as u64 };
+            let scales = Scales { stored, format };
+            let packing = Packing::FourBits { block, first: First::Low, code, scales };
+            for (begin, end) in [(0, elements), (32 * 7, 32 * 9)] {
+                let wanted: Vec<u16> = (begin..end)
+                    .map(|at| {
+                        round_bf16(
+                            code[usize::from(packed[at / 2] >> (at % 2 * 4) & 0xF)] * scale(at / block),
+                        )
+                    })
+                    .collect();
+                assert_eq!(read(&packing, &file, 0, begin, end - begin), wanted, "{begin} .. {end}");
+            }
+        }
+    }
+
+    #[test]
+    fn whole_numbers_have_the_scale_of_their_row() {
+        let (rows, width, step) = (40, 70, 1.0 / 127.0);
+        let numbers: Vec<u8> = (0..rows * width).map(|at| (at * 7 + at / 31) as u8).collect();
+        let scales: Vec<f32> = (0..rows).map(|row| 0.37 + row as f32).collect();
+        let scale_bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        let (_file, file) = opened(&[&scale_bytes[..], &numbers].concat(), false);
+        let stored = Stored { file: Arc::clone(&file), position: 0 };
+        let packing = Packing::Rows {
+            numbers: Numbers::Int8 { step },
+            width,
+            block: (1, width),
+            scales: Scales { stored, format: ScaleFormat::F32 },
+        };
+        let wanted: Vec<u16> = (0..rows * width)
+            .map(|at| round_bf16(f32::from(numbers[at] as i8) * scales[at / width] * step))
+            .collect();
+        assert_eq!(read(&packing, &file, scale_bytes.len() as u64, 0, rows * width), wanted);
     }
 }

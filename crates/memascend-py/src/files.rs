@@ -5,7 +5,9 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use memascend_exec::{Nested, Stored};
+use memascend_exec::{
+    FILE_WINDOW_BYTES, First, Mxfp4, Nested, Numbers, ScaleFormat, Scales, Stored, WordOrder, Words,
+};
 use memascend_guarded::guarded;
 use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
 use memascend_nvme::{BLOCK_BYTES, IoError};
@@ -77,6 +79,22 @@ fn stored((file, position): &Place<'_>) -> Stored {
     Stored { file: Arc::clone(&file.get().0), position: *position }
 }
 
+/// The scales at `place`, in `format`.
+fn scales(place: &Place<'_>, format: ScaleFormat) -> Scales {
+    Scales { stored: stored(place), format }
+}
+
+/// The format of that name; FP8 is divided by `divisor`.
+fn scale_format(name: &str, divisor: f32) -> PyResult<ScaleFormat> {
+    Ok(match name {
+        "float32" => ScaleFormat::F32,
+        "bfloat16" => ScaleFormat::Bf16,
+        "e8m0" => ScaleFormat::Exponents,
+        "e4m3" => ScaleFormat::E4m3 { divisor },
+        _ => return Err(PyValueError::new_err(format!("scales in {name}"))),
+    })
+}
+
 /// How weights are stored in a file outside the store, where they are dequantised as they are read, to bf16.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
@@ -84,43 +102,97 @@ pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
 #[guarded]
 #[pymethods]
 impl Packing {
-    /// FP8 (e4m3fn) in rows of `width`, with an fp32 scale at `scales` for each block of rows and columns.
+    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` says what they
+    /// are: "e4m3", or "int8", whose product with its scale is multiplied by `step`. `format` is that of the scales:
+    /// float32, bfloat16 or e8m0.
     #[staticmethod]
-    fn float8(width: usize, block: (usize, usize), scales: Place<'_>) -> PyResult<Self> {
+    #[pyo3(signature = (numbers, width, block, scales, format = "float32", step = 1.0))]
+    fn rows(
+        numbers: &str,
+        width: usize,
+        block: (usize, usize),
+        scales: Place<'_>,
+        format: &str,
+        step: f32,
+    ) -> PyResult<Self> {
         if width == 0 || block.0 == 0 || block.1 == 0 {
             return Err(PyValueError::new_err(format!(
                 "rows of {width} in blocks of {} x {}",
                 block.0, block.1
             )));
         }
-        let scales = stored(&scales);
-        Ok(Self(Arc::new(memascend_exec::Packing::Float8 { width, block, scales })))
+        let numbers = match numbers {
+            "e4m3" => Numbers::E4m3,
+            "int8" => Numbers::Int8 { step },
+            _ => return Err(PyValueError::new_err(format!("numbers in {numbers}"))),
+        };
+        let scales = self::scales(&scales, scale_format(format, 1.0)?);
+        Ok(Self(Arc::new(memascend_exec::Packing::Rows { numbers, width, block, scales })))
     }
 
-    /// Numbers of four bits, the higher ones first, that name one of `code`; with an fp32 scale for each `block` of
-    /// elements, which divides 4,096. `nested` says that a scale is a byte: the scales to a factor, where the factors
-    /// are, what each byte means, and what is added.
+    /// Numbers of four bits that name one of `code`, with a scale for each `block` of elements, which divides 4,096.
+    /// `low_first` says that the lower four bits of a byte are the first number. `format` is that of the scales:
+    /// float32, bfloat16, e8m0, or e4m3, which are divided by `divisor`; unless `nested` says that a scale is a byte:
+    /// the scales to a factor, where the factors are, what each byte means, and what is added.
     #[staticmethod]
-    #[pyo3(signature = (block, code, scales, nested = None))]
+    #[pyo3(signature = (block, code, scales, nested = None, *, format = "float32", divisor = 1.0, low_first = false))]
     fn four_bits(
         block: usize,
         code: [f32; 16],
         scales: Place<'_>,
         nested: Option<(usize, Place<'_>, Vec<f32>, f32)>,
+        format: &str,
+        divisor: f32,
+        low_first: bool,
     ) -> PyResult<Self> {
         if block < 2 || 4096 % block != 0 {
             return Err(PyValueError::new_err(format!("blocks of {block} elements do not divide 4096")));
         }
-        let nested = match nested {
-            None => None,
+        let format = match nested {
+            None => scale_format(format, divisor)?,
             Some((block, factors, code, offset)) => {
                 let code = code.try_into().ok().filter(|_| block > 0);
                 let code = code.ok_or_else(|| PyValueError::new_err("a byte has 256 meanings"))?;
-                Some(Box::new(Nested { block, factors: stored(&factors), code, offset }))
+                ScaleFormat::Nested(Box::new(Nested { block, factors: stored(&factors), code, offset }))
             }
         };
+        let scales = self::scales(&scales, format);
+        let first = if low_first { First::Low } else { First::High };
+        Ok(Self(Arc::new(memascend_exec::Packing::FourBits { block, first, code, scales })))
+    }
+
+    /// MXFP4 of matrices that are stored as the transposes of the model's, `rows` rows of `width` elements each, with
+    /// a byte at `scales` for each 32, which is a power of two.
+    #[staticmethod]
+    fn mxfp4(rows: usize, width: usize, scales: Place<'_>) -> PyResult<Self> {
+        if rows == 0 || width == 0 || !width.is_multiple_of(32) || width > FILE_WINDOW_BYTES / 2 {
+            return Err(PyValueError::new_err(format!("matrices of {rows} rows of {width}")));
+        }
         let scales = stored(&scales);
-        Ok(Self(Arc::new(memascend_exec::Packing::FourBits { block, code, scales, nested })))
+        Ok(Self(Arc::new(memascend_exec::Packing::Mxfp4(Mxfp4 { rows, width, scales }))))
+    }
+
+    /// A matrix of AWQ (`added` is None) or GPTQ in four bits that is stored as the transpose of the model's, `rows` rows
+    /// of `width` elements. Each `group` of rows has zeros, in words to which `added` is added, and scales in fp16.
+    #[staticmethod]
+    fn words(
+        rows: usize,
+        width: usize,
+        group: usize,
+        zeros: Place<'_>,
+        scales: Place<'_>,
+        added: Option<u32>,
+    ) -> PyResult<Self> {
+        let is_awq = added.is_none();
+        let fits = rows > 0 && (is_awq || rows.is_multiple_of(8)) && width > 0 && width.is_multiple_of(8);
+        let bytes = if is_awq { width / 2 } else { 4 * width };
+        if !fits || group == 0 || !rows.is_multiple_of(group) || bytes > FILE_WINDOW_BYTES / 2 {
+            return Err(PyValueError::new_err(format!("{rows} rows of {width} in groups of {group}")));
+        }
+        let order = added.map_or(WordOrder::Awq, |added| WordOrder::Gptq { added });
+        let (zeros, scales) = (stored(&zeros), stored(&scales));
+        let matrix = Words { order, rows, width, group, zeros, scales };
+        Ok(Self(Arc::new(memascend_exec::Packing::Words(matrix))))
     }
 
     /// Bytes that name one of the 256 numbers of `code`, with an fp32 scale at `scales` for each `block` of elements,
@@ -132,7 +204,7 @@ impl Packing {
         }
         let code: Box<[f32; 256]> =
             code.try_into().map_err(|_| PyValueError::new_err("a byte has 256 meanings"))?;
-        let scales = stored(&scales);
+        let scales = self::scales(&scales, ScaleFormat::F32);
         Ok(Self(Arc::new(memascend_exec::Packing::Bytes { block, code, scales })))
     }
 }

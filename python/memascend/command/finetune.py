@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -51,6 +51,7 @@ from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
 from memascend.formats.weights import empty_model_of
 from memascend.integrations.trainer_position import Position
+from memascend.layout.bits import PUBLISHED
 from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.units import partition
 from memascend.machine import waits
@@ -433,20 +434,28 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
 def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanup: ExitStack) -> torch.nn.Module:
     """Return the model for adapters: in its files, if these have the dtype of the training, else in the store.
 
-    A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else. With
-    --base-bits what stays in 16 bits is in the store.
+    A large vocabulary's logits are made in pieces only from the store, and take more memory than anything else: its
+    tables are there, and layers that are quantised in the files are read from these. With --base-bits what stays in 16
+    bits is in the store.
     """
     if settings.base_bits:
-        return _load_into_store(settings, interrupts, cleanup, frozen="store")
+        return _load_into_store(settings, interrupts, cleanup, frozen="store", frozen_bits=settings.base_bits)
     units = partition(empty_model_of(config, settings.model_dir, DTYPES[settings.dtype]))
     if not any(unit.is_table for unit in units):
         with suppress(CheckpointError):
             return _load_into_store(settings, interrupts, cleanup, frozen="files")
+    elif settings.dequantize:
+        with suppress(CheckpointError):
+            return _load_into_store(settings, interrupts, cleanup, frozen="store", frozen_bits=PUBLISHED)
     return _load_into_store(settings, interrupts, cleanup, frozen="store")
 
 
 def _load_into_store(
-    settings: Settings, interrupts: Interrupts, cleanup: ExitStack, frozen: str | None = None
+    settings: Settings,
+    interrupts: Interrupts,
+    cleanup: ExitStack,
+    frozen: str | None = None,
+    frozen_bits: int | Literal["published"] | None = None,
 ) -> torch.nn.Module:
     """Return the model in the store, read from its files; see `memascend.from_pretrained` on `frozen`."""
     assert settings.host_memory is not None, "a run with a store has a budget"
@@ -466,7 +475,7 @@ def _load_into_store(
             **settings.computing,
             gradients=settings.gradients,
             frozen=frozen,
-            frozen_bits=settings.base_bits,
+            frozen_bits=frozen_bits,
             dequantize=settings.dequantize,
             durability="none" if frozen else settings.durability,
             keep_store=REPLACE if settings.replace_store else settings.keep_store or None,

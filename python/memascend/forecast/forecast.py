@@ -26,7 +26,7 @@ from memascend.forecast.text import as_text
 from memascend.forecast.traffic import Work, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
 from memascend.forecast.whole import Whole, pytorch_memory
 from memascend.formats.config import limits, load_bare_config
-from memascend.formats.weights import empty_model_of
+from memascend.formats.weights import empty_model_of, stay_published
 from memascend.layout.bits import COMPUTED_IN
 from memascend.layout.frozen_bits import quantise_units
 from memascend.machine.limits import resident_memory
@@ -110,7 +110,8 @@ def forecast(
     Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
     bytes per second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
     gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `base_bits`: linear
-    weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`). `processor` has the rates
+    weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`); without it layers that are
+    quantised in the directory's files stay so under adapters, where they can. `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
     are of `memascend.forecast.endurance`, what a run writes in all.
 
@@ -145,8 +146,11 @@ def forecast(
         model.requires_grad_(False)
         durability = "none"  # Adapters have checkpoints of their own.
     units = divided(model, gpu is not None, gradients, ranks, experts)
+    published = False
     if base_bits is not None:
         quantise_units(model, units, base_bits)
+    elif adapters_bytes is not None and experts != "pieces":
+        published = stay_published(model, _directory(path), units)
     on_device = gpu is not None
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
@@ -178,7 +182,8 @@ def forecast(
         space["buffers"] = buffers_bytes(model)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction: dict[str, Any] = {
-        "model": model_part(path, config, model, units, dtype) | {"dtype_reason": dtype_reason, "base_bits": base_bits},
+        "model": model_part(path, config, model, units, dtype)
+        | {"dtype_reason": dtype_reason, "base_bits": base_bits, "published": published},
         "host_memory": memory_part(plan) | {"automatic": follows},
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),

@@ -8,7 +8,8 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
 - `model`: `path`, `model_type`, `architecture`, `dtype`, `dtype_reason` (why it was chosen, or null where it was
   given), `base_bits` (of quantised weights that adapters are trained over, or null), `source` (null unless the
   checkpoint is quantised: its `form`, and `bytes` of its files, null where they are not there; with `--dequantize`
-  weights are read from them once), `parameters` (tied ones once), `largest_parameter` (elements), `units`: a list of
+  weights are read from them once), `published` (whether layers are read from them at each use, under adapters),
+  `parameters` (tied ones once), `largest_parameter` (elements), `units`: a list of
   `name`, `count`, `repeated`, `nbytes`, `total_bytes`, one for each size.
 - `host_memory`: `lines`, a list of `consumer`, `count`, `nbytes`, `total_bytes`, `note`; `total_bytes`, their sum;
   `budget_bytes`; `overlap_bytes`, the least budget with which the next layer is read while one computes;

@@ -75,6 +75,12 @@ def _model_table(model: Mapping[str, Any], weights_bytes: int) -> str:
     if source is None:
         return table
     size = "" if source["bytes"] is None else f", {format_size(source['bytes'])} of files"
+    if model["published"]:
+        return (
+            f"{table}\n  the checkpoint is in {source['form']}{size}:\n"
+            f"  a run needs --dequantize, and reads the layers as they are published: the SSD has "
+            f"{format_size(weights_bytes)} of weights"
+        )
     return (
         f"{table}\n  the checkpoint is in {source['form']}{size}:\n"
         f"  a run needs --dequantize, which reads it once, into {format_size(weights_bytes)} of weights in the store"

@@ -21,7 +21,7 @@ from memascend.formats.transformers_models import (
 )
 from memascend.formats.weight_files import WeightFiles
 from memascend.formats.weights import Sources
-from memascend.layout.bits import BITS
+from memascend.layout.bits import BITS, PUBLISHED
 from memascend.layout.division import divide
 from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.units import Unit, partition
@@ -57,7 +57,7 @@ def from_pretrained(
     device: str | torch.device | None = None,
     device_memory: str | int | None = None,
     frozen: str | None = None,
-    frozen_bits: int | None = None,
+    frozen_bits: int | Literal["published"] | None = None,
     dequantize: bool = False,
     model_class: str | type | None = None,
     resize_token_embeddings: int | None = None,
@@ -92,7 +92,8 @@ def from_pretrained(
             with double quantisation, 8 is 8 bits by blocks of 4,096, both with the bits of bitsandbytes. Each use reads
             3.9 or 2.0 times fewer bytes of them, and dequantises them to bfloat16, which `dtype` has to be. They lie in
             files without names in the directories of the store, and the run has no durable steps
-            (docs/how-to/quantised.md).
+            (docs/how-to/quantised.md). "published", with `dequantize`: layers whose weights are quantised in the files
+            are read from there at each use, as with frozen="files", and the rest lies in the store.
         dequantize: read quantised weights into the store in `dtype`, a piece at a time, with the bits of the library
             that defines their form (docs/how-to/quantised.md names the forms). With frozen="files" they stay as they
             are and are dequantised at each use, in the forms for which that is done. Without it they are refused.
@@ -127,7 +128,7 @@ def from_pretrained(
         if frozen == "files" or frozen_bits is not None:
             chosen = replace(chosen, durability="none")
         if frozen_bits is not None:
-            _check_beside(chosen, ranks)
+            _check_beside(chosen, ranks, frozen_bits)
         if resize_token_embeddings is not None:
             _check_resized(frozen, ranks)
         config = load_any_config(directory)
@@ -154,18 +155,21 @@ def _dtype_of(dtype: str | torch.dtype, config: Any, files: WeightFiles) -> torc
     return parse_dtype(getattr(config, "dtype", None) or files.first_dtype() or torch.float32)
 
 
-def _check_frozen(frozen: str | None, frozen_bits: int | None, durability: str, keep_store: bool | str | None) -> None:
+def _check_frozen(
+    frozen: str | None, frozen_bits: int | str | None, durability: str, keep_store: bool | str | None
+) -> None:
     if frozen not in (None, "store", "files"):
         raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
-    if frozen_bits not in (None, *BITS):
-        raise ValueError(f"frozen_bits={frozen_bits!r} is none of None, {', '.join(map(str, BITS))}")
+    if frozen_bits not in (None, *BITS, PUBLISHED):
+        raise ValueError(f"frozen_bits={frozen_bits!r} is none of None, {', '.join(map(repr, (*BITS, PUBLISHED)))}")
     if frozen_bits is not None and frozen != "store":
+        what = "keeps frozen weights as they are published" if frozen_bits == PUBLISHED else "quantises frozen weights"
         why = "whose files stay as they are" if frozen else "which are trained"
-        raise ValueError(f"frozen_bits={frozen_bits} quantises frozen weights, not those {why}: give frozen='store'")
+        raise ValueError(f"frozen_bits={frozen_bits!r} {what}, not those {why}: give frozen='store'")
     if frozen_bits is not None and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
-            "with frozen_bits the weights are quantised anew when the model is opened, and the store holds nothing "
-            "that could be kept: leave out durability and keep_store, or frozen_bits"
+            "with frozen_bits the layers do not lie in the store, which has nothing that could be kept: leave out "
+            "durability and keep_store, or frozen_bits"
         )
     if frozen == "files" and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
@@ -174,13 +178,13 @@ def _check_frozen(frozen: str | None, frozen_bits: int | None, durability: str, 
         )
 
 
-def _check_beside(options: OffloadOptions, ranks: Ranks | None) -> None:
+def _check_beside(options: OffloadOptions, ranks: Ranks | None, frozen_bits: int | str) -> None:
     """Raise ValueError where quantised weights cannot lie beside the store."""
     if ranks is not None:
         raise ValueError("frozen_bits cannot be had yet where a store is divided over ranks: leave it out")
     if options.experts == "pieces":
         raise ValueError("frozen_bits cannot be had yet with experts='pieces': leave one of them out")
-    for path in store_paths(cast("StorePaths", options.store)):
+    for path in store_paths(cast("StorePaths", options.store)) if frozen_bits != PUBLISHED else ():
         if str(path).startswith("UUID=") or Path(path).is_block_device():
             raise ValueError(
                 f"frozen_bits puts the weights in files, and {path} is a raw block device: give a directory as store"
@@ -202,7 +206,7 @@ def _divide(
     sources: Sources,
     computing: Computing,
     frozen: str | None,
-    frozen_bits: int | None,
+    frozen_bits: int | str | None,
     ranks: Ranks | None,
 ) -> list[Unit]:
     """Divide the model into units, frozen if `frozen` is not None, and those into the shares of `ranks`."""
@@ -212,10 +216,13 @@ def _divide(
     options = computing.options
     experts = computing.experts(ranks is not None, frozen == "files")
     units = partition(model, computing.torch_device, fused_loss, options.gradients, computing.uploads, experts)
+    direct = computing.options.tuning.get("direct", True)
     if frozen == "files":
-        sources.locate(units, computing.options.tuning.get("direct", True))
-    if frozen_bits is not None:
-        quantise_units(model, units, frozen_bits)
+        sources.locate(units, direct)
+    if frozen_bits == PUBLISHED:
+        sources.locate_published(units, direct)
+    elif frozen_bits is not None:
+        quantise_units(model, units, int(frozen_bits))
     if ranks is not None:
         over_ranks.compare_layout(ranks, units)
         over_ranks.compare_checkpoints(ranks, sources.files.fingerprint(), sources.files.directory)

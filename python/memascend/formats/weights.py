@@ -26,6 +26,7 @@ from memascend.formats.resized import resize
 from memascend.formats.safetensors import PIECE_BYTES
 from memascend.formats.transformers_models import Conversion, Mapping, empty_model, untie
 from memascend.formats.weight_files import WeightFiles
+from memascend.layout.bits import PUBLISHED
 from memascend.layout.ties import ties_of
 
 if TYPE_CHECKING:
@@ -50,6 +51,18 @@ def empty_model_of(config: Any, directory: Path, dtype: torch.dtype) -> nn.Modul
         with closing(WeightFiles(directory)) as files:
             Sources(model, files)
     return model
+
+
+def stay_published(model: nn.Module, directory: Path, units: Sequence[Unit]) -> bool:
+    """Lay out the empty `model` as with `frozen_bits="published"`; return False where that cannot be had."""
+    try:
+        with closing(WeightFiles(directory)) as files:
+            if files.quantised is None:
+                return False
+            Sources(model, files).locate_published(units, direct=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 class Sources:
@@ -224,12 +237,32 @@ class Sources:
                 f"checkpoint, and {unknown}: memascend trains floating point of 16 and 32 bits"
             )
 
-    def locate(self, units: list[Unit], direct: bool) -> None:
+    def locate_published(self, units: Sequence[Unit], direct: bool) -> None:
+        """Have the units that are quantised in the files read from there, and dequantised at each use.
+
+        Raises CheckpointError where there are none, or they are not read so.
+        """
+        # A table is read by parts, from the store only.
+        layers = (unit for unit in units if not unit.is_table)
+        published = [unit for unit in layers if any(self._is_quantised(place) for place in unit.places)]
+        if not published:
+            raise CheckpointError(
+                f"{self.files.directory} has no layers whose weights are quantised, which stay as they are published "
+                f"with frozen_bits={PUBLISHED!r}: leave it out"
+            )
+        self.locate(published, direct)
+
+    def _is_quantised(self, place: Place) -> bool:
+        pieces = self._pieces_of(place.name) or ()
+        return any(isinstance(self.files.where[key], QuantisedTensors) for key, _ in pieces)
+
+    def locate(self, units: Sequence[Unit], direct: bool) -> None:
         """Have every parameter read from its bytes in its file, past the page cache if `direct`.
 
         Raises CheckpointError for a parameter that needs a conversion or another dtype.
         """
         externals = {reader: reader.external(direct) for reader in self.files.readers}
+        located: dict[Place, list[tuple[ExternalFile, int, int, Packing | None]]] = {}
         for place in (place for unit in units for place in unit.places):
             pieces = self._pieces_of(place.name)
             if pieces is None:
@@ -237,7 +270,12 @@ class Sources:
                     f"{place.name} is made of several tensors in {self.files.directory}, which are not one behind the "
                     "other in it, so that it cannot be read from there as it is: use frozen='store'"
                 )
-            place.tensor.unit.sources[place] = [self._located(place, key, externals) for key, _ in pieces]
+            located[place] = [self._located(place, key, externals) for key, _ in pieces]
+        for place, sources in located.items():
+            unit = place.tensor.unit
+            unit.sources[place] = sources
+            if self._is_quantised(place):
+                unit.published[place] = sum(self._stored_nbytes(key) for key, _ in self._pieces_of(place.name) or ())
 
     def _pieces_of(self, first_name: str) -> list[tuple[str, int]] | None:
         """Return the tensors that a parameter is read from, each with its first element there; None if it is made."""
@@ -264,6 +302,13 @@ class Sources:
                 f"weights as they are; use dtype={stored!r} or frozen='store'"
             )
         return externals[reader], entry.start, entry.end - entry.start, None
+
+    def _stored_nbytes(self, key: str) -> int:
+        """Return the bytes of a tensor in its file, with its scales."""
+        reader = self.files.where[key]
+        if isinstance(reader, QuantisedTensors):
+            return reader.stored_nbytes(key)
+        return reader.entries[key].end - reader.entries[key].start
 
     def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
         """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 #: The bits that a weight may be quantised to.
 BITS = (4, 8)
+#: Given in place of bits, for weights that stay as they are published.
+PUBLISHED: Final = "published"
 #: The dtype that such weights are computed with in.
 COMPUTED_IN = "bfloat16"
 #: Elements that share a scale, by bits; and scales of four bits that share a factor.

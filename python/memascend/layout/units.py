@@ -198,12 +198,16 @@ class Unit:
     #: Of frozen weights that are not on the store: the pieces that each is read from, one behind the other: file,
     #: offset there, length in bytes here, and how the file has it, where that is quantised.
     sources: dict[Place, Sequence[tuple[ExternalFile, int, int, Packing | None]]] = field(default_factory=dict)
+    #: Of weights that are quantised in the model's own files: the bytes that each takes there with its scales.
+    published: dict[Place, int] = field(default_factory=dict)
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes of its weights on the SSD: this rank's share, where the store is divided over ranks."""
         if self.bits is not None:
             return sum(quantised_nbytes(p.numel, p.bits) if p.bits else p.nbytes for p in self.places)
+        if self.published:
+            return sum(self.published.get(place, place.nbytes) for place in self.places)
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -216,6 +220,11 @@ class Unit:
         """Why weights that are not in the store cannot be written, and the remedy: the end of a sentence on one."""
         if self.bits is not None:
             return f"lies beside the store as it was quantised (frozen_bits={self.bits}): leave frozen_bits out"
+        if self.published:
+            return (
+                "is read from the model's own file as it is published (frozen='files' or frozen_bits='published'), "
+                "which stays as it is: use frozen='store' without frozen_bits"
+            )
         return "is read from the model's own file (frozen='files'), which stays as it is: use frozen='store'"
 
     @property

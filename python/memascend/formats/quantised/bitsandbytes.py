@@ -107,6 +107,17 @@ class EightBits(Packed):
         """Return rows in float32."""
         return self._weight.rows(first, count) * self._largest.part(first, count).view(-1, 1) * _PER_STEP
 
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, for weights in bfloat16."""
+        if (self._weight.dtype, self._largest.dtype, dtype) != (torch.int8, torch.float32, torch.bfloat16):
+            return None
+        width = self.stored_shape[1]
+        scales = self._largest.located(externals)
+        packing = Packing.rows("int8", width, (1, width), scales, step=_PER_STEP)
+        return *self._weight.located(externals), packing
+
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of these forms by their names in the model, each with the names of its stored tensors.

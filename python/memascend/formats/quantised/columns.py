@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import FILE_WINDOW_BYTES, Packing
 from memascend.errors import CheckpointError
 from memascend.formats.quantised.tensors import Packed, Stored, unpack_words
 
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from memascend._memascend import ExternalFile
+    from memascend.formats.safetensors import SafetensorsReader
+
 #: Where the columns 0 .. 7 lie in a word of AWQ's.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+#: Bytes of a row of words that are read in place: a window has room for it.
+_ROW_BYTES_MAX = FILE_WINDOW_BYTES // 2
 
 
 class Awq(Packed):
@@ -42,6 +48,18 @@ class Awq(Packed):
         zeros = _in_order(self._zeros.rows(begin, groups))[at - begin]
         numbers = _in_order(self._weight.rows(first, count)).sub_(zeros)
         return numbers * self._scales.rows(begin, groups)[at - begin]
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, if its scales are in float16, for weights in bfloat16."""
+        rows, width = self.stored_shape
+        if self._scales.dtype != torch.float16 or dtype != torch.bfloat16 or width % 8:
+            return None
+        if width // 2 > _ROW_BYTES_MAX:
+            return None
+        beside = self._zeros.located(externals), self._scales.located(externals)
+        return *self._weight.located(externals), Packing.words(rows, width, self._group, *beside, None)
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
@@ -85,6 +103,21 @@ class Gptq(Packed):
         scales = self._scales.rows(begin, end - begin)[groups - begin][at]
         zeros = unpack_words(self._zeros.rows(begin, end - begin)[groups - begin] + self._added, self._bits)[at]
         return scales * (numbers - zeros)
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, in four bits with columns in order, for weights in bfloat16."""
+        rows, width = self.stored_shape
+        group = rows // self._scales.shape[0]
+        in_order = rows % self._scales.shape[0] == 0 and self._order.equal(torch.arange(rows) // group)
+        if self._scales.dtype != torch.float16 or dtype != torch.bfloat16 or not in_order:
+            return None
+        if self._bits != 4 or width % 8 or 4 * width > _ROW_BYTES_MAX:
+            return None
+        beside = self._zeros.located(externals), self._scales.located(externals)
+        packing = Packing.words(rows, width, group, *beside, self._added % (1 << 32))
+        return *self._weight.located(externals), packing
 
 
 def find_awq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:

@@ -6,16 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import Packing
 from memascend.errors import CheckpointError
 from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles, unpack_words
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
+
+    from memascend._memascend import ExternalFile
+    from memascend.formats.safetensors import SafetensorsReader
 
 _PLAIN = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 #: Bits that packed integers may have here, so that a word of 32 has a whole number of them.
 _BITS = (2, 4, 8)
+#: Numbers and scales that are read in place.
+_NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+_SCALE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Scaled(Packed):
@@ -46,6 +53,23 @@ class _Scaled(Packed):
             values = values - self._spread(zeros.to(scales.dtype))
         return values * self._spread(scales)
 
+    def _four_bits_in_place(
+        self,
+        weight: Stored,
+        code: Sequence[float],
+        scales: str,
+        externals: Mapping[SafetensorsReader, ExternalFile],
+        divisor: float = 1.0,
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where two numbers in a byte lie, with scales of groups of a row; None for groups of other sizes."""
+        rows, group = self._block
+        if rows != 1 or group < 2 or 4096 % group or self.stored_shape[1] % group:
+            return None
+        packing = Packing.four_bits(
+            group, code, self._scales.located(externals), format=scales, divisor=divisor, low_first=True
+        )
+        return *weight.located(externals), packing
+
     def _rows_of(self, first: int, count: int) -> torch.Tensor:
         return torch.arange(first, first + count) // self._block[0]
 
@@ -75,6 +99,17 @@ class Plain(_Scaled):
     def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return rows in the dtype of the scales."""
         return self._scaled(self._weight.rows(first, count), first, self._scale_rows(first, count))
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, if it has no zero points, for weights in bfloat16."""
+        numbers, scales = _NUMBERS.get(self._weight.dtype), _SCALE_FORMATS.get(self._scales.dtype)
+        if dtype != torch.bfloat16 or numbers is None or scales is None or self._zeros is not None:
+            return None
+        width = self.stored_shape[1]
+        packing = Packing.rows(numbers, width, self._block, self._scales.located(externals), scales)
+        return *self._weight.located(externals), packing
 
 
 class PackedIntegers(_Scaled):
@@ -108,6 +143,16 @@ class PackedIntegers(_Scaled):
         numbers = unpack_words(self._weight.rows(first, count), self._bits)[:, : self.stored_shape[1]] - self._half
         return self._scaled(numbers, first, self._scale_rows(first, count))
 
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, if it has four bits and no zero points, for weights in bfloat16."""
+        scales, whole_words = _SCALE_FORMATS.get(self._scales.dtype), self.stored_shape[1] % 8 == 0
+        plain = self._bits == 4 and self._zeros is None and whole_words
+        if dtype != torch.bfloat16 or scales is None or not plain:
+            return None
+        return self._four_bits_in_place(self._weight, range(-self._half, self._half), scales, externals)
+
 
 class FourBitFloats(_Scaled):
     """NVFP4 (scales in FP8, and one for the tensor) and MXFP4 (scales that are powers of two): in bfloat16."""
@@ -130,6 +175,22 @@ class FourBitFloats(_Scaled):
             scales = scales / self._of_all
         values = torch.tensor(E2M1, dtype=torch.bfloat16)[unpack_nibbles(self._weight.rows(first, count))]
         return self._scaled(values, first, scales).to(torch.bfloat16)
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, for weights in bfloat16."""
+        if dtype != torch.bfloat16:
+            return None
+        if self._of_all is None:
+            if self._scales.dtype != torch.uint8:
+                return None
+            return self._four_bits_in_place(self._weight, E2M1, "e8m0", externals)
+        if (self._scales.dtype, self._of_all.dtype) != (torch.float8_e4m3fn, torch.float32):
+            return None
+        if self._of_all.shape != (1,):
+            return None
+        return self._four_bits_in_place(self._weight, E2M1, "e4m3", externals, float(self._of_all))
 
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from memascend.formats.safetensors import SafetensorsReader
 
 _FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Scales that are read in place: DeepSeek's, Qwen's, MXFP8's.
+_SCALE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "e8m0"}
 #: Names of the scales of a module's `weight`: of DeepSeek and Qwen, of DeepSeek-V4, of Mistral.
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight")
 
@@ -71,15 +73,15 @@ class Float8(Packed):
     def in_place(
         self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, Packing] | None:
-        """Return where it lies and how, if it is of e4m3 with scales in float32, for weights in bfloat16."""
+        """Return where it lies and how, if it is of e4m3, for weights in bfloat16."""
         *outer, rows, width = self.stored_shape
         # Of several matrices as one: no block may be of two of them.
         as_one = not outer or (self._grids_differ and rows % self._block_rows == 0)
-        dtypes = self._weight.dtype, self._scales.dtype, dtype
-        if dtypes != (torch.float8_e4m3fn, torch.float32, torch.bfloat16) or not as_one:
+        scales = _SCALE_FORMATS.get(self._scales.dtype)
+        if (self._weight.dtype, dtype) != (torch.float8_e4m3fn, torch.bfloat16) or scales is None or not as_one:
             return None
         blocks = self._block_rows, self._block_width
-        packing = Packing.float8(width, blocks, self._scales.located(externals))
+        packing = Packing.rows("e4m3", width, blocks, self._scales.located(externals), scales)
         return *self._weight.located(externals), packing
 
 

@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend._memascend import FILE_WINDOW_BYTES, Packing
 from memascend.errors import CheckpointError
 from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    from memascend._memascend import ExternalFile
+    from memascend.formats.safetensors import SafetensorsReader
+
+#: Elements that share a power of two, as they are published.
+_BLOCK = 32
 
 
 class Mxfp4(Packed):
@@ -34,6 +41,17 @@ class Mxfp4(Packed):
         exponents = self._scales.part(first * groups, count * groups).to(torch.int32).sub_(127).view(-1, 1)
         values = torch.tensor(E2M1, dtype=dtype)[unpack_nibbles(blocks)]
         return torch.ldexp(values, exponents, out=values).view(count, -1)
+
+    def in_place(
+        self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where it lies and how, for weights in bfloat16."""
+        _, rows, width = self.stored_shape
+        dtypes = self._blocks.dtype, self._scales.dtype, dtype
+        fits = width == self._groups * _BLOCK and width <= FILE_WINDOW_BYTES // 2
+        if dtypes != (torch.uint8, torch.uint8, torch.bfloat16) or not fits:
+            return None
+        return *self._blocks.located(externals), Packing.mxfp4(rows, width, self._scales.located(externals))
 
 
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:

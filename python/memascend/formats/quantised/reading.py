@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,8 +46,10 @@ class QuantisedTensors:
         found = READERS[form.kind](stored, form.described or {})
         self._packed: dict[str, Packed] = {name: packed for name, (packed, _) in found.items()}
         self.entries = {name: Entry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
-        #: Names of the tensors that they are stored as.
-        self.stored = {part for _, parts in found.values() for part in parts if part in where}
+        #: Names of the stored tensors of each, and of all.
+        self._parts = {name: [part for part in parts if part in where] for name, (_, parts) in found.items()}
+        self.stored = set(chain.from_iterable(self._parts.values()))
+        self._where = where
 
     def in_place(
         self, name: str, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
@@ -59,9 +62,14 @@ class QuantisedTensors:
         if found is None:
             raise CheckpointError(
                 f"{name} in {self.path} is quantised ({self.form}), and is not read from there as "
-                f"{str(dtype).removeprefix('torch.')}: use frozen='store'"
+                f"{str(dtype).removeprefix('torch.')}: use frozen='store' without frozen_bits"
             )
         return found
+
+    def stored_nbytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes as it is published, with its scales."""
+        entries = (self._where[part].entries[part] for part in self._parts[name])
+        return sum(entry.end - entry.start for entry in entries)
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
         """Dequantise a tensor into `target` (contiguous CPU tensor), a piece at a time.

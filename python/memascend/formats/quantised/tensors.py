@@ -80,7 +80,7 @@ class Packed(ABC):
     ) -> tuple[ExternalFile, int, Packing] | None:
         """Return where the tensor lies and how, for weights of `dtype` that are dequantised at each use.
 
-        None where the native side does not read it so: most forms.
+        None where the native side does not read it so.
         """
         return None
 
