@@ -64,6 +64,8 @@ class Work:
     kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1
+    #: How experts are read, as in `memascend.offload`.
+    experts: str = "whole"
 
     @property
     def written_share(self) -> float:
@@ -317,6 +319,7 @@ def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Work)
     """Return the bytes read of experts, if tokens are sent to as many of each layer as they can reach.
 
     The forward pass, its recomputation and the backward pass of a layer read them, each once but for those that stay.
+    Of trained ones the update reads all, after which none are in memory.
     """
     text = config.get_text_config()
     per_token = getattr(text, "num_experts_per_tok", None) or 1
@@ -325,7 +328,9 @@ def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Work)
     stay = min(used, sum(line.total for line in plan.experts))
     of_layer = max((unit.nbytes for unit in units), default=0) * 2
     passes = 2 if stay >= of_layer else 3
-    return work.grad_accum * work.slices * max(0, passes * used - 2 * stay)
+    updated = sum(unit.nbytes for unit in units if unit.tensors[0].trained)
+    stale = min(used, stay) if updated else 0
+    return updated + stale + work.grad_accum * work.slices * max(0, passes * used - 2 * stay)
 
 
 def _with_updates(

@@ -1,8 +1,10 @@
-"""Frozen experts on the store, read one by one into the buffers that the plan has for them.
+"""Experts on the store, read one by one into the buffers that the plan has for them.
 
-An expert stays in its buffer until another needs it. A pass that comes back in the opposite order (a backward pass)
-gives up the one that was used the longest time ago; a pass that goes on to its end and begins anew gives up the latest,
-so that a part of all experts stays from one pass to the next.
+An expert stays in its buffer until another needs it, or an update of its parameter is due. A pass that comes back in
+the opposite order (a backward pass) gives up the one that was used the longest time ago; a pass that goes on to its end
+and begins anew gives up the latest, so that a part of all experts stays from one pass to the next.
+
+A deferred update runs over all experts of a parameter, as over a table. Each is read as soon as its part is written.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class ExpertPieces:
         self._buffers = sorted(buffers)
         #: Pieces by parameter and expert, the one that was used the longest time ago first.
         self._pieces: dict[tuple[Place, int], _Piece] = {}
+        #: Of trained experts: the update that the last use found under way.
+        self._updates: dict[Unit, Ticket | None] = {}
 
     @staticmethod
     def version(place: Place) -> int:
@@ -80,8 +84,12 @@ class ExpertPieces:
                 piece.is_used = False
 
     def begin(self, place: Place) -> None:
-        """Note that experts of a parameter are used now, and wait for what the program has written to them."""
-        self._streamer.tables.finish_writes(place.tensor.unit)
+        """Note that experts of a parameter are used now: their update begins, and what was written is waited for."""
+        tensor, tables = place.tensor, self._streamer.tables
+        if tensor.trained or tensor.trained_later:
+            self._updates[tensor.unit] = tables.use_experts(tensor.unit)
+        else:
+            tables.finish_writes(tensor.unit)
 
     def _bring(self, place: Place, expert: int) -> _Piece:
         """Return an expert in memory, read if need be; it becomes the latest that was used."""
@@ -105,12 +113,27 @@ class ExpertPieces:
         ((tensor_id, _, stored),) = unit.weights
         length = min(round_up((expert + 1) * nbytes, PAGE_BYTES), stored) - first
         buffer = next(size for size in self._buffers if size >= length)
+        update = self._updates.get(unit)
+        if update is not None and not self._is_updated(update, place, first, length, wait=not is_ahead):
+            return False
         lease = self._lease(buffer, is_ahead)
         if lease is None:
             return False
-        ticket = self._streamer.runtime.read_part(unit.index, tensor_id, first, length, lease)
+        part = unit.index, tensor_id, first, length, lease
+        ticket = self._streamer.runtime.read_part(*part, update is not None)
         self._pieces[place, expert] = _Piece(lease, buffer, expert * nbytes - first, ticket, is_ahead)
         return True
+
+    def _is_updated(self, update: Ticket, place: Place, first: int, length: int, wait: bool) -> bool:
+        """Return whether the update of these bytes is written, once it is if `wait`."""
+        group_nbytes = place.blocks.elements * place.dtype.itemsize
+        last = min(first + length, place.nbytes) - 1
+        groups = range(first // group_nbytes, last // group_nbytes + 1)
+        if wait and not all(update.is_group_ready(group) for group in groups):
+            with self._streamer.timeline.waiting("cpu_update"):
+                for group in groups:
+                    update.wait_group(group)
+        return wait or all(update.is_group_ready(group) for group in groups)
 
     def _lease(self, nbytes: int, is_ahead: bool) -> LeaseBuffer | None:
         """Return a buffer of a size, if need be of another expert; None if there is none."""
