@@ -50,7 +50,7 @@ def _deepseek(**changed: Any) -> nn.Module:
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_moe": lambda **changed: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**DECODER | changed, num_experts=EXPERTS, moe_intermediate_size=104)
+        Qwen3MoeConfig(**DECODER | {"moe_intermediate_size": 104} | changed, num_experts=EXPERTS)
     ),
     "mixtral": lambda **changed: MixtralForCausalLM(MixtralConfig(**DECODER | changed, num_local_experts=EXPERTS)),
     "gpt_oss": lambda **changed: GptOssForCausalLM(

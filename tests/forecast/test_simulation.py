@@ -110,7 +110,7 @@ def test_gradients_of_experts_that_are_made_one_by_one(offloaded: Callable[..., 
     torch.manual_seed(0)
     model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), experts="pieces")
     found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
-    assert_near(found, measure(model, work), 0.1)
+    assert_near(found, measure(model, work), 0.15)  # Experts get unequal shares.
     whole = simulate_step(config, Path(), torch.float32, Work(64, 1, 1), in_memory=False)
     assert found is not None and whole is not None and found.backward < 0.3 * whole.backward
 

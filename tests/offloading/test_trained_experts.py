@@ -15,14 +15,18 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memascend
+from memascend.layout import tables
 from memascend.layout.units import partition
 from memascend.offloading.api import offload_of
 from memascend.plan.host import make_plan, smallest_plan
+from memascend.residency.table_reads import TableReads
 from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from memascend.layout.units import Unit
 
 PIECES: dict[str, Any] = {"host_memory": None, "experts": "pieces"}
 #: So few tokens that most experts get none.
@@ -166,6 +170,26 @@ def test_budgets_that_keep_experts(offloaded: Callable[..., nn.Module]) -> None:
         assert_same(trained(model, steps=3), expected)
         assert all(line.count > 2 for line in offload_of(model).plan.experts)
         memascend.close(model)
+
+
+def test_an_expert_is_read_as_soon_as_its_part_is_updated(
+    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 20)
+    wide = {"moe_intermediate_size": 416, "num_hidden_layers": 2}
+    expected = trained(build("qwen3_moe", **wide), steps=3)
+    model = offloaded(build("qwen3_moe", **wide), **PIECES)
+    groups: list[int] = []
+    use = TableReads.use_experts
+
+    def note(self: TableReads, unit: Unit) -> Any:
+        update = use(self, unit)
+        groups.append(0 if update is None else update.groups)
+        return update
+
+    monkeypatch.setattr(TableReads, "use_experts", note)
+    assert_same(trained(model, steps=3), expected)
+    assert max(groups) == 2
 
 
 def test_gradients_are_those_of_memory(

@@ -22,11 +22,12 @@ class Products:
 
     def multiply(self, input: torch.Tensor) -> torch.Tensor:
         """Return the products, (..., columns), once each expert was read that has rows."""
-        return self._in_turn(input, self._product)
+        return self._in_turn(list(self._rows), input, self._product)
 
     def multiply_back(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input from the gradient of the products; it reads the experts again."""
-        return self._in_turn(grad, self._product_back)
+        # Backwards, since the last ones of the forward pass may still be in memory.
+        return self._in_turn(list(reversed(self._rows)), grad, self._product_back)
 
     def gradient(self, input: torch.Tensor, grad: torch.Tensor, number: int) -> torch.Tensor | None:
         """Return the gradient of an expert's weights, as autograd computes it; None where it has no rows."""
@@ -43,10 +44,13 @@ class Products:
         raise NotImplementedError
 
     def _in_turn(
-        self, rows: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self,
+        numbers: Sequence[int],
+        rows: torch.Tensor,
+        product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return `product(rows, weight)` of all experts; no tensor holds the weight of one after that."""
-        experts, numbers = self.experts, list(self._rows)
+        """Return `product(rows, weight)` of experts in this order; no tensor holds the weight of one after that."""
+        experts = self.experts
         result: torch.Tensor | None = None
         experts.pieces.begin(experts.place)
         for order, number in enumerate(numbers):
