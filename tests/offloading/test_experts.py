@@ -19,6 +19,7 @@ from memascend.errors import MemascendError
 from memascend.layout.units import partition
 from memascend.offloading.api import offload_of
 from memascend.plan.host import make_plan, smallest_plan
+from memascend.residency.experts import ExpertPieces
 
 peft = needs.package("peft")
 
@@ -154,6 +155,26 @@ def test_a_larger_budget_keeps_experts(offloaded: Callable[..., nn.Module]) -> N
         read[room] = memascend.stats(model)["ssd_bytes_read"] - before
         memascend.close(model)
     assert read[0] > read[1] > read[2] == 0
+
+
+def test_a_backward_pass_begins_with_the_experts_that_are_in_memory(
+    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[tuple[Any, int]] = []
+    read = ExpertPieces._read
+
+    def note(self: ExpertPieces, place: Any, expert: int, *more: Any) -> bool:
+        found = read(self, place, expert, *more)
+        reads.extend([(place, expert)] * found)
+        return found
+
+    monkeypatch.setattr(ExpertPieces, "_read", note)
+    model = adapt(pieces(offloaded, build("qwen3_moe")))
+    model(**batch(1)).loss.backward()
+    parameters = {place for place, _ in reads}
+    assert len(parameters) == 2 * DECODER["num_hidden_layers"]
+    # Of each size there are two buffers.
+    assert len(reads) == 3 * len(set(reads)) - 2 * len(parameters)
 
 
 def test_a_budget_that_changes(offloaded: Callable[..., nn.Module]) -> None:
