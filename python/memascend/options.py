@@ -29,7 +29,7 @@ Gradients = Literal["auto", "bfloat16"]
 #: When tensors that move alone are updated: on the way into the next forward pass, or in the backward pass as soon as
 #: their gradient is made.
 Update = Literal["forward", "backward"]
-#: How the experts of layers are read: each layer's as a whole, or frozen ones one by one.
+#: How the experts of layers are read: each layer's as a whole, or one by one.
 Experts = Literal["whole", "pieces"]
 POLICIES: tuple[Activations, ...] = get_args(Activations)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
@@ -156,11 +156,11 @@ class OffloadOptions:
     experts: Experts = "whole"
     """How the experts of a mixture are read; the bits are the same either way. "whole": with their layer, which has to
     fit in memory. "pieces": one by one, those alone that tokens were routed to, so that the least `host_memory` is set
-    by an expert and by the rest of a layer. It is for experts that are frozen when the model is offloaded (adapters on
-    other modules, generation, evaluation) and that transformers keeps fused, with `experts_implementation` "grouped_mm"
-    or "eager"; on the CPU, in one process, from the store. Memory beyond the least keeps a part of the experts. Trained
-    experts are refused. What needs all experts of a tensor at once (reading or writing it, adapters that are added to
-    it later) takes it whole, beyond the budget, and a warning says so."""
+    by an expert and by the rest of a layer. Gradients of trained experts are made and put aside one by one too, and
+    updates pass through memory in chunks, whatever `update` says. It is for experts that transformers keeps fused, with
+    `experts_implementation` "grouped_mm" or "eager"; on the CPU, in one process, from the store. Memory beyond the
+    least keeps a part of the experts. What needs all experts of a tensor at once (reading or writing it, adapters that
+    are added to it later) takes it whole, beyond the budget, and a warning says so."""
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     """"step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever stopped the
     run. This takes space for a second copy of weights and states, and no additional traffic. "every:N" makes every N-th

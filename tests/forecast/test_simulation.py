@@ -104,6 +104,17 @@ def test_it_is_what_an_offloaded_model_allocates(
     assert_near(simulate_step(config, Path(), dtype, work, in_memory=False), measure(model, work), near)
 
 
+def test_gradients_of_experts_that_are_made_one_by_one(offloaded: Callable[..., nn.Module]) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"] | {"vocab_size": 64, "num_experts": 32})
+    work = Work(64, 1, 1, experts="pieces")
+    torch.manual_seed(0)
+    model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), experts="pieces")
+    found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
+    assert_near(found, measure(model, work), 0.15)  # Experts get unequal shares.
+    whole = simulate_step(config, Path(), torch.float32, Work(64, 1, 1), in_memory=False)
+    assert found is not None and whole is not None and found.backward < 0.3 * whole.backward
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_layers_on_slices_hold_the_activations_of_one(name: str, offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model(name, **CONFIGS[name] | {"vocab_size": 256})  # without a loss that takes more

@@ -9,23 +9,17 @@ import needs
 import pytest
 import tiny
 import torch
+from small_mixtures import DECODER, EXPERTS, MODELS, ODD, assert_same, batch
+from small_mixtures import build as mixture
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memascend
 from memascend.errors import MemascendError
 from memascend.layout.units import partition
 from memascend.offloading.api import offload_of
 from memascend.plan.host import make_plan, smallest_plan
+from memascend.residency.experts import ExpertPieces
 
 peft = needs.package("peft")
 
@@ -34,58 +28,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-EXPERTS = 8
-#: An expert of this width does not fill whole pages.
-ODD = {"hidden_size": 72}
-DECODER = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 104,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-}
 
 
-def _deepseek(**changed: Any) -> nn.Module:
-    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    config = {key: value for key, value in DECODER.items() if key != "head_dim"} | latent | changed
-    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-    config |= {"moe_intermediate_size": 104, "num_key_value_heads": 4, "n_routed_experts": EXPERTS}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**config, **groups))
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "qwen3_moe": lambda **changed: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**DECODER | changed, num_experts=EXPERTS, moe_intermediate_size=104)
-    ),
-    "mixtral": lambda **changed: MixtralForCausalLM(MixtralConfig(**DECODER | changed, num_local_experts=EXPERTS)),
-    "gpt_oss": lambda **changed: GptOssForCausalLM(
-        GptOssConfig(**DECODER | changed, num_local_experts=EXPERTS, sliding_window=8)
-    ),
-    "deepseek_v3": _deepseek,
-}
-
-
-def build(architecture: str, implementation: str = "grouped_mm", dtype: torch.dtype = torch.bfloat16, **changed: Any):
-    torch.manual_seed(0)
-    model = MODELS[architecture](**changed).to(dtype)
-    model.set_experts_implementation(implementation)
-    return model.requires_grad_(False).train()
+def build(*of: Any, **changed: Any) -> Any:
+    return mixture(*of, **changed).requires_grad_(False)
 
 
 def adapt(model: nn.Module) -> Any:
     torch.manual_seed(5)
     config = {"r": 4, "target_modules": ["o_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
     return peft.get_peft_model(model, peft.LoraConfig(**config))
-
-
-def batch(number: int, rows: int = 2, columns: int = 16) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 256, (rows, columns), generator=torch.Generator().manual_seed(number))
-    return {"input_ids": ids, "labels": ids}
 
 
 def trained(
@@ -103,12 +55,6 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: p.detach().clone() for name, p in parameters.items()}
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    assert all(torch.isfinite(loss) for loss in expected[0])
-    assert [loss.item() for loss in actual[0]] == [loss.item() for loss in expected[0]]
-    tiny.assert_same_weights(actual[1], expected[1])
 
 
 def pieces(offloaded: Callable[..., nn.Module], model: nn.Module, **options: Any) -> nn.Module:
@@ -138,6 +84,11 @@ def test_adapters_train_with_the_bits_of_memory(
     written = memascend.stats(model)["ssd_bytes_written"]
     assert_same(trained(model), expected)
     assert memascend.stats(model)["ssd_bytes_written"] == written
+
+
+def test_experts_that_get_all_tokens(offloaded: Callable[..., nn.Module]) -> None:
+    expected = trained(adapt(build("llama4")))
+    assert_same(trained(adapt(pieces(offloaded, build("llama4")))), expected)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
@@ -204,6 +155,26 @@ def test_a_larger_budget_keeps_experts(offloaded: Callable[..., nn.Module]) -> N
         read[room] = memascend.stats(model)["ssd_bytes_read"] - before
         memascend.close(model)
     assert read[0] > read[1] > read[2] == 0
+
+
+def test_a_backward_pass_begins_with_the_experts_that_are_in_memory(
+    offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[tuple[Any, int]] = []
+    read = ExpertPieces._read
+
+    def note(self: ExpertPieces, place: Any, expert: int, *more: Any) -> bool:
+        found = read(self, place, expert, *more)
+        reads.extend([(place, expert)] * found)
+        return found
+
+    monkeypatch.setattr(ExpertPieces, "_read", note)
+    model = adapt(pieces(offloaded, build("qwen3_moe")))
+    model(**batch(1)).loss.backward()
+    parameters = {place for place, _ in reads}
+    assert len(parameters) == 2 * DECODER["num_hidden_layers"]
+    # Of each size there are two buffers.
+    assert len(reads) == 3 * len(set(reads)) - 2 * len(parameters)
 
 
 def test_a_budget_that_changes(offloaded: Callable[..., nn.Module]) -> None:
@@ -314,7 +285,6 @@ def test_weights_that_change_before_the_backward_pass_are_refused(offloaded: Cal
 @pytest.mark.parametrize(
     ("prepare", "options", "says"),
     [
-        (lambda model: model.requires_grad_(True), {}, "is trained"),
         (lambda model: model.set_experts_implementation("batched_mm"), {}, "'batched_mm'"),
         (lambda model: adapt_experts(model), {}, "has adapters"),
         (lambda model: None, {"tile_tokens": 8}, "tile_tokens"),
@@ -352,14 +322,6 @@ def test_adapters_that_are_added_to_experts_later_take_them_whole(
 def test_a_model_without_experts_is_refused(offloaded: Callable[..., nn.Module]) -> None:
     with pytest.raises(ValueError, match="no experts that transformers keeps fused"):
         pieces(offloaded, tiny.build("llama").requires_grad_(False))
-
-
-def test_experts_that_are_to_be_trained_later_are_refused(offloaded: Callable[..., nn.Module]) -> None:
-    model = pieces(offloaded, build("qwen3_moe"))
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.ndim == 3)
-    with pytest.raises(MemascendError, match="is to be trained"):
-        model(**batch(1))
 
 
 def test_compiled_layers_are_refused(offloaded: Callable[..., nn.Module]) -> None:

@@ -21,7 +21,7 @@ class StoredTable:
 
     def __init__(self, weight: torch.Tensor, rows_of_block: int) -> None:
         self.weight = weight.detach()
-        self.rows, self.width = weight.shape
+        self.rows, self.width = self.shape = weight.shape
         self.dtype, self.device, self.block_rows = weight.dtype, weight.device, rows_of_block
         self.reads = 0
 

@@ -229,3 +229,25 @@ def test_weights_that_have_changed_are_noticed(weight: nn.Parameter) -> None:
         weight.mul_(2)
     with pytest.raises(MemascendError, match="fused_loss=False"):
         gradient.dense()
+
+
+class Constant:
+    """A source of one value, or of zeros that it does not make."""
+
+    needs_weights = False
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+
+    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor | None:
+        return None if self.value is None else torch.full((count, WIDTH), self.value)
+
+
+@pytest.mark.parametrize("values", [[-0.0], [None], [-0.0, None], [None, -0.0], [-0.0, None, 2.0], [None, None]])
+def test_zeros_that_are_not_made_count_in_a_sum(values: list[float | None]) -> None:
+    gradient = TableGradient(StoredTable(torch.ones(ROWS, WIDTH), 7), [Constant(value) for value in values])
+    first, *others = (0.0 if value is None else value for value in values)
+    expected = torch.full((ROWS, WIDTH), first)
+    for value in others:
+        expected += value
+    assert torch.equal(gradient.dense().view(torch.int32), expected.view(torch.int32))

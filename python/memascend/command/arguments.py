@@ -365,9 +365,7 @@ def _add_plan(subcommands: Any) -> None:
     add("--eval", nargs="*", type=_held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)
     text = "plan LoRA adapters of this rank, as `memascend finetune` trains them"
     add("--lora-rank", type=_positive, metavar="R", help=text)
-    text = (
-        "with --lora-rank: read the experts of a mixture with their layer, or one by one (adapters elsewhere, Python)"
-    )
+    text = "read the experts of a mixture with their layer, or one by one (in Python; see memascend.offload)"
     add("--experts", choices=EXPERTS, default="whole", help=text)
     _add_adapters(add)
     text = "plan them over weights that `memascend finetune --base-bits` quantises"

@@ -129,8 +129,8 @@ def forecast(
         raise DataError("--lora-rank is planned on the CPU alone: leave it out, or --gpu")
     if gpu is not None and gradients != "auto":
         raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
-    if experts == "pieces" and adapters_bytes is None:
-        raise DataError("--experts pieces is for experts that are not trained: give --lora-rank too, or leave it out")
+    if experts == "pieces" and (gpu is not None or ranks > 1):
+        raise DataError("--experts pieces is planned on the CPU, in one process: leave it out, or --gpu and --ranks")
     if base_bits is not None and adapters_bytes is None:
         raise DataError("--base-bits is of weights that are not trained themselves: give --lora-rank too")
     if base_bits is not None and dtype != COMPUTED_IN:
@@ -167,6 +167,7 @@ def forecast(
         boundaries=boundaries,
         kept=kept,
         ranks=ranks,
+        experts=experts,
     )
     options: dict[str, Any] = {"update": update, "on_device": on_device, "threads": update_threads(on_device)}
     if gpu is not None and gpu.activations == "host":

@@ -39,7 +39,7 @@ from memascend.vocabulary.logits import deferred_linear
 from memascend.vocabulary.lookup import embedding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
     from pathlib import Path
 
     from memascend.forecast.traffic import Work
@@ -89,10 +89,12 @@ def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, 
 
 def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_size: int, in_memory: bool) -> StepBytes:
     model = empty_model_of(config, directory, dtype)
-    units = divided(model, ranks=work.ranks)
+    units = divided(model, ranks=work.ranks, experts=work.experts)
     text = config.get_text_config()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-    held = _Held(experts)
+    # Gradients of experts that are read one by one are made and put aside one by one.
+    pieces = {place.shape for unit in units if unit.is_experts for place in unit.places}
+    held = _Held(experts, pieces | {torch.Size((n, columns, rows)) for n, rows, columns in pieces})
     if work.recompute:
         _leave_out_layers(model, units)
     _move(model, units, held, in_memory)
@@ -175,9 +177,10 @@ def _take_gradient(parameter: torch.Tensor) -> None:
 class _Held(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make, as long as they live."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, one_by_one: Container[torch.Size] = ()) -> None:
+        """Assume `experts` in a layer. Of tensors of the shapes `one_by_one` an expert's part alone is in memory."""
         super().__init__()
-        self._experts = experts
+        self._experts, self._one_by_one = experts, one_by_one
         self._now = self._peak = 0
         self._counted: dict[int, int] = {}
 
@@ -203,8 +206,9 @@ class _Held(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._counted:
-            self._counted[storage._cdata] = storage.nbytes()
-            self._now += storage.nbytes()
+            nbytes = storage.nbytes() // (len(tensor) if tensor.shape in self._one_by_one else 1)
+            self._counted[storage._cdata] = nbytes
+            self._now += nbytes
             weakref.finalize(storage, self._gone, storage._cdata)
 
     def _gone(self, key: int) -> None:
@@ -245,7 +249,7 @@ class _Table:
     rows_from_host = False
 
     def __init__(self, weight: torch.Tensor, held: _Held) -> None:
-        self.rows, self.width = weight.shape
+        self.rows, self.width = self.shape = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self._blocks = Blocks(self.rows, self.width, weight.itemsize)
         self.block_rows = self._blocks.height

@@ -64,6 +64,8 @@ class Work:
     kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1
+    #: How experts are read, as in `memascend.offload`.
+    experts: str = "whole"
 
     @property
     def written_share(self) -> float:
@@ -140,9 +142,21 @@ def uses(model: nn.Module, units: Sequence[Unit]) -> tuple[list[int], list[int]]
     for module in model.modules():
         wanted = not isinstance(module, nn.Embedding)
         used += [(owner[p], wanted) for p in module._parameters.values() if p is not None and p in owner]
-    forward = [number for number, _ in groupby(number for number, _ in used)]
-    backward = [number for number, _ in groupby(number for number, wanted in reversed(used) if wanted)]
+    forward = _in_turn(units, (number for number, _ in used))
+    backward = _in_turn(units, (number for number, wanted in reversed(used) if wanted))
     return forward, backward
+
+
+def _in_turn(units: Sequence[Unit], used: Iterable[int]) -> list[int]:
+    """Return the units as a pass uses them one after another: a layer stays in use around its experts."""
+    turns: list[int] = []
+    around = None
+    for number in used:
+        if number not in (around, *turns[-1:]):
+            turns.append(number)
+        if not units[number].is_experts:
+            around = number
+    return turns
 
 
 def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
@@ -317,15 +331,22 @@ def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Work)
     """Return the bytes read of experts, if tokens are sent to as many of each layer as they can reach.
 
     The forward pass, its recomputation and the backward pass of a layer read them, each once but for those that stay.
+    Of trained ones the update reads all, after which none are in memory.
     """
     text = config.get_text_config()
     per_token = getattr(text, "num_experts_per_tok", None) or 1
     tokens = work.layer_tokens * per_token
-    used = sum(min(place.shape[0], tokens) * place.expert_nbytes for unit in units for place in unit.places)
-    stay = min(used, sum(line.total for line in plan.experts))
-    of_layer = max((unit.nbytes for unit in units), default=0) * 2
-    passes = 2 if stay >= of_layer else 3
-    return work.grad_accum * work.slices * max(0, passes * used - 2 * stay)
+    used: Counter[str] = Counter()
+    for place in (place for unit in units for place in unit.places):
+        layer = place.name.rpartition(".")[0]
+        used[layer] += min(place.shape[0], tokens) * place.expert_nbytes
+    if not used:
+        return 0
+    total, of_layer, stay = used.total(), max(used.values()), sum(line.total for line in plan.experts)
+    # Found by the backward pass of a layer, which has just been computed again, and by a pass that turns round.
+    within, beyond = int(total * min(1, stay / of_layer)), total if stay >= total else max(0, stay - of_layer)
+    updated = sum(unit.nbytes for unit in units if unit.tensors[0].trained)
+    return updated + (beyond if updated else 0) + work.grad_accum * work.slices * (3 * total - within - 2 * beyond)
 
 
 def _with_updates(

@@ -1,4 +1,4 @@
-"""The layout of frozen experts that are read one by one: tensors of shape (experts, rows, columns) within layers.
+"""The layout of experts that are read one by one: tensors of shape (experts, rows, columns) within layers.
 
 These are the fused experts of transformers, whose modules `use_experts_implementation` prepares (5.0 and later). The
 names of that interface are used here alone. A module that lacks one of them has no such experts.
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Implementations that take the experts of a tensor one after the other. Others gather a copy for each token.
 IMPLEMENTATIONS = ("eager", "grouped_mm")
+#: Classes that keep experts fused without that interface, and give all tokens to each, by `torch.bmm`.
+BATCHED = ("Llama4TextExperts",)
 #: Before this version of PyTorch, transformers asks for the address of the experts, or multiplies by a function of its
 #: own.
 GROUPED_FROM = "2.11"
@@ -47,8 +49,8 @@ def find_experts(model: nn.Module) -> set[torch.Tensor]:
         return experts
     why = "; ".join(reasons) or "its layers have no experts that transformers keeps fused in one tensor"
     raise ValueError(
-        f"experts='pieces' is for frozen experts, and {type(model).__name__} has none that can be read one by one: "
-        f"{why}. Leave it out, with which the experts are read with their layer"
+        f"experts='pieces': {type(model).__name__} has no experts that can be read one by one: {why}. Leave it out, "
+        "with which the experts are read with their layer"
     )
 
 
@@ -56,7 +58,8 @@ def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield the parameters of fused experts, with their modules and names there."""
     for module in model.modules():
         number = getattr(module, "num_experts", None)
-        if number is None or not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
+        by_interface = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+        if number is None or not (by_interface or type(module).__name__ in BATCHED):
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim == 3 and len(parameter) == number:
@@ -65,10 +68,10 @@ def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 
 def _reason_against(module: nn.Module, parameter: torch.Tensor, adapted: set[torch.Tensor]) -> str | None:
     """Say why experts are not read one by one; None where they can be."""
-    if parameter.requires_grad:
-        return "is trained (requires_grad_(False) or frozen= before, with adapters elsewhere)"
     if parameter in adapted:
         return "has adapters, which are added to all experts at once"
+    if type(module).__name__ in BATCHED:
+        return None
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return f"is computed by {implementation!r} (set_experts_implementation('grouped_mm') or 'eager')"

@@ -185,7 +185,7 @@ class Unit:
     #: only. And whether its blocks and rows go on to a device.
     is_head: bool = False
     is_uploaded: bool = False
-    #: Of a table: whether it is frozen experts (experts, rows, columns), which are read one by one, and never whole.
+    #: Of a table: whether it is experts (experts, rows, columns), which are read one by one, and never whole.
     is_experts: bool = False
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[StoreTensor] = field(default_factory=list)
@@ -314,7 +314,7 @@ def partition(
     table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
     first. `fused_loss` says which tables are read by blocks (`find_tables`); None is none. `gradients` is as in
     `memascend.offload`. `uploaded` says whether the model computes on a CUDA device. `experts`: "pieces" makes units of
-    frozen experts that are read one by one (`find_experts`), "whole" leaves them with their layers.
+    experts that are read one by one (`find_experts`), "whole" leaves them with their layers.
 
     Raises ValueError for a dtype that cannot be trained, quantised weights among them, or whose gradients cannot be
     stored in the dtype that is asked for, and where no experts can be read one by one.

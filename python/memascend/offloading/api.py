@@ -199,8 +199,8 @@ def offload(
         fused_loss: compute the loss in pieces, without the whole head or logits; "auto" does so for large heads.
         gradients: the dtype that gradients are put aside in: "auto" (the weight's) or "bfloat16".
         update: when weights are updated: on the way into the next "forward" pass, or in the "backward" pass.
-        experts: how the experts of a mixture are read: "whole", with their layer, or, where they are frozen, in
-            "pieces", those alone that tokens were routed to.
+        experts: how the experts of a mixture are read: "whole", with their layer, or in "pieces", one by one, those
+            alone that tokens were routed to.
         durability: which optimizer steps `memascend.resume` can go on from: "step" (every one), "every:N", "none", or
             "auto": "step" where the volumes have the space, else "none".
         keep_store: True leaves the store's files in place on `close`, False removes them always, None after a run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -265,10 +266,11 @@ class GradientCapture:
             else:
                 self._discard(place)
             ranges = self.runtime.gradients.begin_gradient(self.allocate(place.tensor), accumulate)
-            blocks = (block for _, block in gradient.blocks())
+            blocks = map(itemgetter(1), gradient.blocks())
             if self.device is None:
-                for block in blocks:
-                    ranges.add(block.contiguous().data_ptr(), block.numel())
+                for block in map(torch.Tensor.contiguous, blocks):
+                    ranges.add(block.data_ptr(), block.numel())
+                    del block  # before the next one is made
             else:
                 add_from_device(ranges, blocks, self.streamer, self.device)
             place.gradient.sum_squares, place.gradient.non_finite = ranges.end()

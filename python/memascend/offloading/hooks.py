@@ -365,6 +365,8 @@ class Hooks:
         session = self.session
         slicing = session.slicing if recompute else None
         run = self._with_units(module, needed, original, slicing is not None)
+        experts = [place_of(parameter) for parameter in module.parameters() if parameter in self._experts]
+        read_apart = [located[1] for located in experts if located is not None]
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -383,7 +385,7 @@ class Hooks:
                 return conceal(result, session) if not session.in_pass else result
             kwargs = caches_as_checkpointed(module, kwargs)
             check_caches(module, kwargs)
-            places = [place for unit in needed for place in unit.places]
+            places = [*(place for unit in needed for place in unit.places), *read_apart]
             versions = [_version(place) for place in places]
             with as_held():
                 trained = [place.parameter.requires_grad for place in places]

@@ -368,6 +368,7 @@ _OF_PARTS: dict[Any, tuple[Callable[..., Any], ...]] = {
     torch.Tensor.__getitem__: (experts.take,),
     **dict.fromkeys((torch.Tensor.transpose, torch.transpose), (experts.transpose,)),
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), (experts.matmul,)),
+    **dict.fromkeys((torch.bmm, torch.Tensor.bmm), (experts.bmm,)),
     **dict.fromkeys(
         (getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)),
         (experts.grouped_mm,),

@@ -311,6 +311,7 @@ def _plan(
     units = [unit for unit in units if not unit.is_table]
     _add_blocks(plan, units, tables)
     experts = _add_experts(plan, [*units, *tables])
+    pieces = [table for table in tables if table.is_experts]
     tables = [table for table in tables if not table.is_experts]
     classes = classes_apart(units)
     parts_bytes = max([plan.blocks.nbytes, *(line.nbytes for line in plan.experts)])
@@ -335,7 +336,7 @@ def _plan(
             kind.line.count += 1
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
     # read, so it comes second.
-    plan.kept.count = min(_kept_chunks(plan, units, tables, early), spare // plan.kept.nbytes)
+    plan.kept.count = min(_kept_chunks(plan, [*units, *pieces], tables, early), spare // plan.kept.nbytes)
     spare -= plan.kept.total
     for kind in classes:
         size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
@@ -669,9 +670,9 @@ def _too_small(plan: Plan, tensors: Sequence[StoreTensor]) -> BudgetError:
     smallest = plan.smallest_bytes
     overlap = f"; from {format_size(plan.overlap_bytes)} on, reading overlaps computing" if plan.overlap_bytes else ""
     knobs = []
-    frozen = (tensor for tensor in tensors if not (tensor.trained or tensor.packed or tensor.unit.is_experts))
-    if any(len(place.shape) == 3 for tensor in frozen for place in tensor.places):
-        knobs.append("frozen experts that are read one by one (experts='pieces')")
+    whole = (tensor for tensor in tensors if not (tensor.packed or tensor.unit.is_experts or tensor.shard is not None))
+    if not plan.on_device and any(len(place.shape) == 3 for tensor in whole for place in tensor.places):
+        knobs.append("experts that are read one by one (experts='pieces')")
     if plan.units and element > 2:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
     if plan.units:

@@ -1,8 +1,10 @@
-"""Frozen experts on the store, read one by one into the buffers that the plan has for them.
+"""Experts on the store, read one by one into the buffers that the plan has for them.
 
-An expert stays in its buffer until another needs it. A pass that comes back in the opposite order (a backward pass)
-gives up the one that was used the longest time ago; a pass that goes on to its end and begins anew gives up the latest,
-so that a part of all experts stays from one pass to the next.
+An expert stays in its buffer until another needs it, or an update of its parameter is due. A pass that comes back in
+the opposite order (a backward pass) gives up the one that was used the longest time ago; a pass that goes on to its end
+and begins anew gives up the latest, so that a part of all experts stays from one pass to the next.
+
+A deferred update runs over all experts of a parameter, as over a table. Each is read as soon as its part is written.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from memascend.layout.units import as_held, round_up
 from memascend.residency.host import NoBufferError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from memascend._memascend import LeaseBuffer, Ticket
     from memascend.layout.units import Place, Unit
@@ -50,6 +52,8 @@ class ExpertPieces:
         self._buffers = sorted(buffers)
         #: Pieces by parameter and expert, the one that was used the longest time ago first.
         self._pieces: dict[tuple[Place, int], _Piece] = {}
+        #: Of trained experts: the update that the last use found under way.
+        self._updates: dict[Unit, Ticket | None] = {}
 
     @staticmethod
     def version(place: Place) -> int:
@@ -68,9 +72,7 @@ class ExpertPieces:
             piece = self._bring(place, expert)
             piece.is_used = True
             try:
-                for following in ahead:
-                    if (place, following) not in self._pieces and not self._read(place, following, is_ahead=True):
-                        break
+                self._read_ahead(place, ahead)
                 values = _values(place, piece)
                 try:
                     yield values
@@ -79,13 +81,25 @@ class ExpertPieces:
             finally:
                 piece.is_used = False
 
+    def _read_ahead(self, place: Place, ahead: Iterable[int]) -> None:
+        """Start reading experts that follow, as long as there are buffers of others than those that come sooner."""
+        sooner: set[tuple[Place, int]] = set()
+        for expert in ahead:
+            if (place, expert) not in self._pieces and not self._read(place, expert, sooner):
+                return
+            sooner.add((place, expert))
+
     def begin(self, place: Place) -> None:
-        """Note that experts of a parameter are used now, and wait for what the program has written to them."""
-        self._streamer.tables.finish_writes(place.tensor.unit)
+        """Note that experts of a parameter are used now: their update begins, and what was written is waited for."""
+        tensor, tables = place.tensor, self._streamer.tables
+        if tensor.trained or tensor.trained_later:
+            self._updates[tensor.unit] = tables.use_experts(tensor.unit)
+        else:
+            tables.finish_writes(tensor.unit)
 
     def _bring(self, place: Place, expert: int) -> _Piece:
         """Return an expert in memory, read if need be; it becomes the latest that was used."""
-        if (place, expert) not in self._pieces and not self._read(place, expert, is_ahead=False):
+        if (place, expert) not in self._pieces and not self._read(place, expert):
             raise NoBufferError(f"no buffer for an expert of {place.name} is free: all are in use")
         piece = self._pieces.pop((place, expert))
         if piece.ticket is not None:
@@ -97,39 +111,57 @@ class ExpertPieces:
         self._pieces[place, expert] = piece
         return piece
 
-    def _read(self, place: Place, expert: int, is_ahead: bool) -> bool:
-        """Start reading an expert. Returns False where no buffer is free for it."""
+    def _read(self, place: Place, expert: int, sooner: Container[tuple[Place, int]] | None = None) -> bool:
+        """Start reading an expert: ahead of its use where others come `sooner`, whose buffers it does not take.
+
+        Returns False where no buffer is free for it, or, ahead of its use, where it is being updated.
+        """
         nbytes = place.expert_nbytes
         first = expert * nbytes // PAGE_BYTES * PAGE_BYTES
         unit = place.tensor.unit
         ((tensor_id, _, stored),) = unit.weights
         length = min(round_up((expert + 1) * nbytes, PAGE_BYTES), stored) - first
         buffer = next(size for size in self._buffers if size >= length)
-        lease = self._lease(buffer, is_ahead)
+        update = self._updates.get(unit)
+        if update is not None and not self._is_updated(update, place, first, length, wait=sooner is None):
+            return False
+        lease = self._lease(buffer, sooner)
         if lease is None:
             return False
-        ticket = self._streamer.runtime.units.read_part(unit.index, tensor_id, first, length, lease)
-        self._pieces[place, expert] = _Piece(lease, buffer, expert * nbytes - first, ticket, is_ahead)
+        part = unit.index, tensor_id, first, length, lease
+        ticket = self._streamer.runtime.units.read_part(*part, update is not None)
+        self._pieces[place, expert] = _Piece(lease, buffer, expert * nbytes - first, ticket, sooner is not None)
         return True
 
-    def _lease(self, nbytes: int, is_ahead: bool) -> LeaseBuffer | None:
+    def _is_updated(self, update: Ticket, place: Place, first: int, length: int, wait: bool) -> bool:
+        """Return whether the update of these bytes is written, once it is if `wait`."""
+        group_nbytes = place.blocks.elements * place.dtype.itemsize
+        last = min(first + length, place.nbytes) - 1
+        groups = range(first // group_nbytes, last // group_nbytes + 1)
+        if wait and not all(update.is_group_ready(group) for group in groups):
+            with self._streamer.timeline.waiting("cpu_update"):
+                for group in groups:
+                    update.wait_group(group)
+        return wait or all(update.is_group_ready(group) for group in groups)
+
+    def _lease(self, nbytes: int, sooner: Container[tuple[Place, int]] | None) -> LeaseBuffer | None:
         """Return a buffer of a size, if need be of another expert; None if there is none."""
         while True:
             lease = self._streamer.runtime.memory.lease_unit(nbytes)
             if lease is not None:
                 return lease
-            victim = self._victim(nbytes, is_ahead)
+            victim = self._victim(nbytes, sooner)
             if victim is None:
                 return None
             self._drop(victim)
 
-    def _victim(self, nbytes: int, is_ahead: bool) -> tuple[Place, int] | None:
+    def _victim(self, nbytes: int, sooner: Container[tuple[Place, int]] | None) -> tuple[Place, int] | None:
         """Return the expert that gives up its buffer. One that was read ahead does so for one that is needed now."""
         idle = [key for key, piece in self._pieces.items() if piece.nbytes == nbytes and not piece.is_used]
-        settled = [key for key in idle if not self._pieces[key].is_ahead]
+        settled = [key for key in idle if not self._pieces[key].is_ahead and key not in (sooner or ())]
         if settled:
             return settled[0] if self._streamer.tables.comes_back else settled[-1]
-        return idle[-1] if idle and not is_ahead else None
+        return idle[-1] if idle and sooner is None else None
 
     def _drop(self, key: tuple[Place, int]) -> None:
         piece = self._pieces.pop(key)

@@ -299,6 +299,7 @@ class Streamer:
         """
         self.updates.let_go(unit)
         self.memory.forget(unit)
+        self._forget_pieces(unit)
 
     def discard(self, unit: Unit) -> None:
         """Give up a unit's bytes and its buffers; the next use fetches them."""

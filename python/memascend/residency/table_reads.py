@@ -46,6 +46,8 @@ class TableReads:
         self.block_bytes = block_bytes
         #: Tables that a warning has named.
         self.named: set[Unit] = set()
+        #: Experts that were used since other units were.
+        self._by_turns: set[Unit] = set()
 
     def is_streamed(self, unit: Unit) -> bool:
         """Return whether a unit is a table for which there is no buffer: it is read by blocks and by rows."""
@@ -57,10 +59,10 @@ class TableReads:
         Returns the update under way, whose groups are the table's blocks; None if the table is up to date.
         """
         with self._turns.take("the use of a table"):
+            self._order.record(unit)
             return self._begin(unit)
 
     def _begin(self, unit: Unit) -> Ticket | None:
-        self._order.record(unit)
         cache, residency = self._cache, self._cache.residencies[unit]
         cache.write_back(residency)
         if residency.updates:
@@ -73,6 +75,19 @@ class TableReads:
         if ticket is None:
             cache.wait_written(unit)
         return ticket
+
+    def use_experts(self, unit: Unit) -> Ticket | None:
+        """Begin the deferred update of trained experts that are about to be read one by one, as `use_table` does.
+
+        The parameters of a layer's experts may be used by turns, expert by expert: their first uses predict the others.
+        """
+        with self._turns.take("the use of a table"):
+            if self._order.latest not in self._by_turns:
+                self._by_turns.clear()
+            if unit not in self._by_turns:
+                self._by_turns.add(unit)
+                self._order.record(unit)
+            return self._begin(unit)
 
     def finish_writes(self, unit: Unit) -> None:
         """Wait until the program's writes to a unit are on the store. This is no use that predicts others."""

@@ -33,6 +33,11 @@ class OffloadedTable:
         self._streamer, self._reads, self._place = streamer, streamer.tables, place
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and width."""
+        return self.rows, self.width
+
+    @property
     def version(self) -> int:
         """A number that grows with every step and every write."""
         with as_held():

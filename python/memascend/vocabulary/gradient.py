@@ -19,7 +19,7 @@ from memascend.vocabulary.tables import MemoryTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memascend.vocabulary.tables import Table
+    from memascend.vocabulary.tables import Rows, Table
 
 _aten = torch.ops.aten
 
@@ -30,8 +30,8 @@ class Source(Protocol):
     #: Whether `block` needs the table's values.
     needs_weights: bool
 
-    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient (count, width) of the rows from `first` on, in the table's dtype."""
+    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the gradient of `count` rows from `first` on, a new tensor in the table's dtype; None for zeros."""
 
 
 class RowsSource:
@@ -111,14 +111,14 @@ class ConstantSource:
 
     needs_weights = False
 
-    def __init__(self, table: Table, value: float) -> None:
+    def __init__(self, table: Rows, value: float) -> None:
         """Fill blocks of `table`'s gradient with `value`."""
         self._table, self._value = table, value
 
     def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Make a block of the value."""
         table = self._table
-        return torch.full((count, table.width), self._value, dtype=table.dtype, device=table.device)
+        return torch.full((count, *table.shape[1:]), self._value, dtype=table.dtype, device=table.device)
 
 
 class _SumSource:
@@ -128,16 +128,20 @@ class _SumSource:
         self._sources = sources
         self.needs_weights = any(source.needs_weights for source in sources)
 
-    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+    def block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor | None:
         return _add_up(self._sources, first, count, weights)
 
 
-def _add_up(sources: tuple[Source, ...], first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of the sources' blocks, in their order."""
-    block = sources[0].block(first, count, weights)
-    for source in sources[1:]:
-        block.add_(source.block(first, count, weights))
-    return block
+def _add_up(sources: tuple[Source, ...], first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of the sources' blocks, in their order; None for a sum of zeros."""
+    total, terms = None, 0
+    for source in sources:
+        block = source.block(first, count, weights)
+        if block is not None:
+            total, terms = block if total is None else total.add_(block), terms + 1
+    if total is not None and terms < len(sources):
+        total.add_(0.0)  # Zeros that were added make 0 of -0, wherever they stood in the sum.
+    return total
 
 
 class _Contents:
@@ -145,7 +149,7 @@ class _Contents:
 
     __slots__ = ("sources", "table", "values", "version")
 
-    def __init__(self, table: Table, sources: tuple[Source, ...]) -> None:
+    def __init__(self, table: Rows, sources: tuple[Source, ...]) -> None:
         self.table, self.sources = table, sources
         self.values: torch.Tensor | None = None
         self.version = table.version
@@ -157,11 +161,9 @@ class TableGradient(torch.Tensor):
     _contents: _Contents
 
     @staticmethod
-    def __new__(cls, table: Table, sources: Sequence[Source] = (), contents: _Contents | None = None) -> TableGradient:
+    def __new__(cls, table: Rows, sources: Sequence[Source] = (), contents: _Contents | None = None) -> TableGradient:
         """Make the gradient that is the sum of `sources`, none for zero. `contents` makes an alias instead."""
-        gradient = torch.Tensor._make_wrapper_subclass(
-            cls, (table.rows, table.width), dtype=table.dtype, device=table.device
-        )
+        gradient = torch.Tensor._make_wrapper_subclass(cls, table.shape, dtype=table.dtype, device=table.device)
         gradient._contents = contents or _Contents(table, tuple(sources))
         return gradient
 
@@ -169,7 +171,7 @@ class TableGradient(torch.Tensor):
         """Do nothing: `__new__` has made it."""
 
     @property
-    def table(self) -> Table:
+    def table(self) -> Rows:
         """The table whose gradient it is."""
         return self._contents.table
 
@@ -184,7 +186,7 @@ class TableGradient(torch.Tensor):
         return self._contents.values is not None
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, gradient of shape (n, width) in the table's dtype) in order."""
+        """Yield (first row, gradient of n rows in the table's dtype) in order."""
         contents = self._contents
         table = contents.table
         if contents.values is None and any(source.needs_weights for source in contents.sources):
@@ -194,17 +196,19 @@ class TableGradient(torch.Tensor):
                     "from them: read the gradient before they change, or offload with fused_loss=False"
                 )
             for first, weights in table.blocks():
-                yield first, self._block(first, weights.shape[0], weights)
+                yield first, self.block(first, weights.shape[0], weights)
             return
         for first in range(0, table.rows, table.block_rows):
-            yield first, self._block(first, min(table.block_rows, table.rows - first), None)
+            yield first, self.block(first, min(table.block_rows, table.rows - first))
 
     @torch.no_grad()
-    def _block(self, first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+    def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the gradient of the block of `count` rows from `first` on; `weights` are its values, if needed."""
         contents = self._contents
         if contents.values is not None:
             return contents.values[first : first + count]
-        return _add_up(self._terms(), first, count, weights)
+        block = _add_up(self._terms(), first, count, weights)
+        return ConstantSource(self.table, 0.0).block(first, count) if block is None else block
 
     def _terms(self) -> tuple[Source, ...]:
         # A gradient without sources is zero, and adding to zero is no copy: 0 + -0 is 0.
@@ -302,7 +306,7 @@ def _convert(gradient: TableGradient, *, dtype: Any = None, device: Any = None, 
 
 def _joined(left: Any, right: Any, alpha: float) -> tuple[Source, ...] | None:
     """Return the sources of a sum of two gradients, or None if it is not one of gradients of the same table."""
-    both = isinstance(left, TableGradient) and isinstance(right, TableGradient) and left.table is right.table
+    both = isinstance(left, TableGradient) and isinstance(right, TableGradient) and left.table == right.table
     if not both or alpha != 1 or left.is_dense or right.is_dense:
         return None
     if left._contents.version != right._contents.version:
@@ -327,7 +331,7 @@ def _add_in_place(left: Any, right: Any, *, alpha: float = 1) -> torch.Tensor | 
 def _copy_in_place(left: Any, right: Any, *_: Any) -> torch.Tensor | None:
     if not isinstance(left, TableGradient) or not isinstance(right, TableGradient):
         return None
-    if left.table is not right.table or left.is_dense or right.is_dense:
+    if left.table != right.table or left.is_dense or right.is_dense:
         return None
     left._contents.sources, left._contents.version = right.sources, right._contents.version
     return left

@@ -12,24 +12,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class Table(Protocol):
-    """A weight of shape (rows, width): a row for each token of the vocabulary."""
+class Rows(Protocol):
+    """A weight that is read, and whose gradient is made, by blocks of rows."""
 
-    rows: int
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-    #: Rows of a block; the last block may have fewer.
-    block_rows: int
-    #: Whether rows come from host memory, so that `look_up` has to know their indices there.
-    rows_from_host: bool
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight and of its gradient, rows first."""
+
+    @property
+    def rows(self) -> int:
+        """The first dimension."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block; the last block may have fewer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's dtype."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where values and gradients are."""
 
     @property
     def version(self) -> int:
         """A number that changes whenever the values do."""
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, values of shape (n, width)) in order. Each is valid until the next is asked for."""
+        """Yield (first row, values of n rows) in order. Each is valid until the next is asked for."""
+
+
+class Table(Rows, Protocol):
+    """A weight of shape (rows, width): a row for each token of the vocabulary."""
+
+    width: int
+    #: Whether rows come from host memory, so that `look_up` has to know their indices there.
+    rows_from_host: bool
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows (n, width) of `indices` (n,), int64, sorted and unique: a new tensor on `device`."""
@@ -46,6 +65,11 @@ class MemoryTable:
         self.rows, self.width = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.block_rows = rows_of_block or block_rows(self.width, weight.itemsize)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's own shape."""
+        return self.rows, self.width
 
     @property
     def version(self) -> int:
