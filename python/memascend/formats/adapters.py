@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "adapter_config.json"
 #: The names of the file with their weights; a directory has one of them.
 _WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
-#: Errors that say what is wrong already.
+#: Errors whose messages are for the user already.
 _OWN = (MemascendError, MemoryError, OSError)
 
 
@@ -75,7 +75,7 @@ def add_as_in(directory: Path, model: nn.Module, *, trained: bool, **options: An
         return peft.get_peft_model(model, config, **options)
     except _OWN:
         raise
-    except Exception as error:  # PEFT reads values of any kind, and what it does with them ends in any class
+    except Exception as error:  # PEFT reads values of any kind, and raises any class
         raise _misfit(directory, _said(error)) from error
 
 
@@ -107,7 +107,7 @@ def load_adapters(model: nn.Module, directory: Path, *, trained: bool) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """Return what an error of PEFT or PyTorch says of adapters."""
+    """Return the line of an error of PEFT or PyTorch that names the misfit."""
     if isinstance(error, TypeError | ValueError):
         return first_line(error)
     last = first_line(error) if not str(error).strip() else str(error).strip().splitlines()[-1].strip()

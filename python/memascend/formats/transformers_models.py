@@ -142,7 +142,7 @@ def load_generation_config(model: nn.Module, directory: Path) -> None:
 def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers real.
 
-    Raises CheckpointError for a configuration of which transformers can make none.
+    Raises CheckpointError where transformers cannot make one.
     """
     try:
         with _parameters_on_meta(), UntouchedZeros():
