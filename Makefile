@@ -89,8 +89,8 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 	$(MAKE) fuzz-records
 
 FUZZ_RECORDS ?= 20000
-fuzz-records: $(WHEEL) $(STAMPS)/test ## replace values of records (FUZZ_RECORDS times; MEMASCEND_SEED)
-	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="durable/test_record_schema.py"
+fuzz-records: $(WHEEL) $(STAMPS)/test ## replace values of records, headers and configurations (FUZZ_RECORDS times; MEMASCEND_SEED)
+	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="--timeout 7200 durable/test_record_schema.py formats/test_fuzzed_files.py"
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
 # are processors: tests wait for a drive much of their time. PyTorch's threads would do little but wait for each other: a

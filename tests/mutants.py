@@ -14,7 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
-VOLUME = "crates/memascend-nvme/src/volume"
+NVME, STORE = "memascend-nvme", "memascend-store"
+VOLUME, DEVICE = f"crates/{NVME}/src/volume", f"crates/{NVME}/src/block_device"
+#: Tests of the crates that a mutation has to fail.
+TESTS = {
+    NVME: ("--lib", "--", "volume::", "block_device::notes::"),
+    STORE: ("--test", "power"),
+}
 #: Parts of the repository that cargo needs.
 SOURCES = ("Cargo.toml", "Cargo.lock", "crates", "rustfmt.toml", "README.md", "LICENSE")
 
@@ -52,20 +58,20 @@ MUTANTS = (
     Mutant(
         "a note that is found is flushed",
         f"{VOLUME}/notes.rs",
-        "        file.sync()?;\n        let mut note",
+        "        unless_read_only(file.sync())?;\n        let mut note",
         "        let mut note",
     ),
     Mutant(
         "the name of a note that is found is flushed",
         f"{VOLUME}/notes.rs",
-        "        let mut note = file.read()?;\n        self.names.sync()?;\n",
+        "        let mut note = file.read()?;\n        unless_read_only(self.names.sync())?;\n",
         "        let mut note = file.read()?;\n",
     ),
     Mutant(
         "the absence of a note is flushed",
         f"{VOLUME}/notes.rs",
-        "self.flush_names().map(|()| FoundNote::default())",
-        "Ok(FoundNote::default())",
+        "                unless_read_only(self.names.sync()).map_err(|source| flush_error(self.path, source))?;\n",
+        "",
     ),
     Mutant(
         "names are exchanged, not removed and given again",
@@ -88,6 +94,66 @@ MUTANTS = (
         "        Ok(())\n",
     ),
     Mutant(
+        "a flush of a note reaches the system",
+        f"{VOLUME}/folder.rs",
+        "    fn sync(&self) -> io::Result<()> {\n        self.sync_all()\n",
+        "    fn sync(&self) -> io::Result<()> {\n        Ok(())\n",
+    ),
+    Mutant(
+        "a flush of names reaches the system",
+        f"{VOLUME}/folder.rs",
+        "        self.directory.sync_all()\n",
+        "        Ok(())\n",
+    ),
+    Mutant(
+        "the name of a new directory is flushed",
+        f"{VOLUME}/directory.rs",
+        "Folder::open(above).and_then(|above| above.sync())",
+        "Folder::open(above)",
+    ),
+    Mutant(
+        "data is flushed",
+        f"{VOLUME}/file.rs",
+        "        self.file.sync_data().map_err(|source| flush_error(&self.path, source))\n",
+        "        Ok(())\n",
+    ),
+    Mutant(
+        "a device's note is flushed",
+        f"{DEVICE}/notes.rs",
+        "        medium.flush().map_err(PutError::Flush)\n",
+        "        Ok(())\n",
+    ),
+    Mutant(
+        "a device's note that is found is flushed",
+        f"{DEVICE}/notes.rs",
+        "        medium.flush()?;\n        Ok(found)\n",
+        "        Ok(found)\n",
+    ),
+    Mutant(
+        "a flush of a device's note reaches the system",
+        f"{DEVICE}/notes.rs",
+        "        self.sync_data()\n",
+        "        Ok(())\n",
+    ),
+    Mutant(
+        "a device's note is written to the older slot",
+        f"{DEVICE}/notes.rs",
+        "Some(newest) => (1 - newest.index, newest.sequence + 1),",
+        "Some(newest) => (newest.index, newest.sequence + 1),",
+    ),
+    Mutant(
+        "volumes are flushed before the manifest is written",
+        "crates/memascend-store/src/commit.rs",
+        "        if let Err(error) = self.sync() {\n",
+        "        if let Err(error) = Ok(()) {\n",
+    ),
+    Mutant(
+        "no manifest is written after a flush has failed",
+        "crates/memascend-store/src/commit.rs",
+        "        self.members.iter().try_for_each(Member::check_flushes).map_err(refused)?;\n        let body",
+        "        let body",
+    ),
+    Mutant(
         "nothing is committed where the store was replaced",
         f"{VOLUME}.rs",
         "        if directory.is_in_place(&self.file.file) {\n            return Ok(());\n        }\n"
@@ -103,8 +169,8 @@ MUTANTS = (
     Mutant(
         "the volume itself is locked",
         f"{VOLUME}/lock.rs",
-        "            let file = folder.open_file(name, libc::O_RDWR | flags)?;\n            lock(&file)?;\n",
-        "            let file = folder.open_file(name, libc::O_RDWR | flags)?;\n",
+        "            let file = folder.open_regular(name, flags)?;\n            lock(&file)?;\n",
+        "            let file = folder.open_regular(name, flags)?;\n",
     ),
 )
 
@@ -118,7 +184,8 @@ def lives(mutant: Mutant) -> bool:
             f"{mutant.file} has the text of the mutant 'not: {mutant.missing}' {original.count(mutant.text)} times"
         )
     file.write_text(original.replace(mutant.text, mutant.replacement))
-    command = ["cargo", "test", "--profile", "checked", "--quiet", "--package", "memascend-nvme", "--lib", "volume::"]
+    package = STORE if STORE in mutant.file else NVME
+    command = ["cargo", "test", "--profile", "checked", "--quiet", "--package", package, *TESTS[package]]
     try:
         tested = subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=False)
     finally:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import flushes
 import lab
 import peft
 import pytest
@@ -181,3 +182,17 @@ def test_what_does_not_go_with_adapters(
 ) -> None:
     assert main.main([*words(model_dir, "out"), *flags]) == main.BAD_INPUT
     assert told in capfd.readouterr().err
+
+
+def test_a_checkpoint_is_whole_on_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before is deleted next."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    operations = flushes.recorded(monkeypatch)
+    adapters.finish_checkpoint(folder, {"step": 2}, 5)
+    assert adapters.recorded(folder) == ({"step": 2}, 5)
+    (renamed,) = (at for at, (what, _) in enumerate(operations) if what == "rename")
+    written = {str(folder / "adapter_model.safetensors"), operations[renamed][1]}
+    assert flushes.flushed(operations[:renamed]) == written
+    assert operations[renamed + 1 :] == [("flush", str(folder)), ("flush", str(tmp_path))]

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "bert", "t5"])
 @pytest.mark.parametrize(
-    "names", [{}, *({"tokenizer.json": name} for name in ("tekken.json", "sentencepiece.bpe.model"))]
+    "names", [{}, *({"tokenizer.json": name} for name in ("tekken.json", "sentencepiece.bpe.model", "tiktoken.model"))]
 )
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, folder: Path, kind: str, names: dict[str, str]) -> None:
     """Of some kinds transformers makes a tokenizer without a token where it finds no file."""

@@ -6,10 +6,11 @@ import os
 import subprocess
 from typing import TYPE_CHECKING
 
+import flushes
 import forked
 import pytest
 
-from memascend.common.outputs import KEPT, beside, workspace
+from memascend.common.outputs import KEPT, beside, put_in_place, workspace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,3 +68,22 @@ def test_a_workspace_of_another_user_stays(tmp_path: Path) -> None:
     os.chown(left, 12345, 12345)
     with workspace(tmp_path / "out"):
         assert os.path.isdir(os.path.join(left, KEPT))
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_directory_is_on_the_medium_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    finished, out = tmp_path / "work" / "model", tmp_path / "out"
+    (finished / "inner").mkdir(parents=True)
+    for name in ("a", "inner/b"):
+        (finished / name).write_text(name)
+    if replaces:
+        out.mkdir()
+    operations = flushes.recorded(monkeypatch)
+    put_in_place(finished, out, replaces=replaces)
+    assert (out / "inner" / "b").read_text() == "inner/b"
+    renamed = operations.index(("rename", str(finished)))
+    inside = (finished, finished / "a", finished / "inner", finished / "inner" / "b")
+    assert flushes.flushed(operations[:renamed]) == set(map(str, inside))
+    assert operations[renamed + 1 :] == [("flush", str(tmp_path))]

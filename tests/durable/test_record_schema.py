@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fuzzing
 import pytest
 from durable_run import LEAST, Run, build
 
@@ -20,11 +19,7 @@ from memascend.durable.record import parse_record
 from memascend.runs import live
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-#: Replacements of a value. MEMASCEND_FUZZ says how many replacements are tried, or all.
-WRONG: list[Any] = [None, -1, 1 << 70, 0.5, True, "x", [], [[]], {}, {"!": "tensor"}, {"!": "dict", "items": [1]}]
-TRIES = int(os.environ.get("MEMASCEND_FUZZ", "400"))
+    from collections.abc import Callable
 
 
 @pytest.fixture(scope="module")
@@ -44,38 +39,17 @@ def record(store: Path) -> dict[str, Any]:
     return json.loads(text or "")
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value within one."""
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from places(one, (*path, key))
-
-
-def changed(record: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    record = copy.deepcopy(record)
-    holder: Any = record
-    for key in path[:-1]:
-        holder = holder[key]
-    holder[path[-1]] = value
-    return record
-
-
 def test_whatever_a_record_holds_there_is_one_error(record: dict[str, Any]) -> None:
-    seed = int(os.environ.get("MEMASCEND_SEED", "1"))
-    chosen = random.Random(seed)
-    every = [path for path in places(record) if path]
-    refused = 0
-    for number in range(TRIES):
-        path, value = chosen.choice(every), chosen.choice(WRONG)
+    count, refused = fuzzing.tries(), 0
+    for change, wrong in fuzzing.replacements(record, count):
         try:
-            parse_record(json.dumps(changed(record, path, value)), ["/a/store"])
+            parse_record(json.dumps(wrong), ["/a/store"])
         except CheckpointError as error:
             refused += 1
             assert "/a/store" in str(error) and "\n" not in str(error)
         except Exception as error:
-            raise AssertionError(f"seed {seed}, try {number}: {path} = {value!r}") from error
-    assert refused > TRIES // 4
+            raise AssertionError(change) from error
+    assert refused > count // 4
 
 
 def put(store: Path, record: dict[str, Any]) -> None:
@@ -89,7 +63,7 @@ def put(store: Path, record: dict[str, Any]) -> None:
 
 
 def replaced(*path: Any, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda record: changed(record, path, value)
+    return lambda record: fuzzing.changed(record, path, value)
 
 
 NO_BYTES = {"!": "tensor", "dtype": "uint8", "shape": [0], "data": ""}

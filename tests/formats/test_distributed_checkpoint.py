@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import flushes
 import forked
 import pytest
 import tiny
@@ -356,3 +357,17 @@ def test_from_safetensors_and_a_torch_optimizer_and_back(tmp_path: Path, request
     for trained in ((back, "llama", again, 6, 3), (theirs, "llama", reference, 6, 3)):
         train(*trained)
     assert_close_weights({name: value.detach() for name, value in back.named_parameters()}, weights, 6)
+
+
+def test_a_checkpoint_is_on_the_medium_before_it_gets_its_name(
+    offloaded: Callable[..., nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = offloaded(tiny.build("plain"))
+    operations = flushes.recorded(monkeypatch)
+    memascend.save_distributed(model, None, tmp_path / "saved")
+    renamed = max(at for at, (what, _) in enumerate(operations) if what == "rename")
+    hidden = Path(operations[renamed][1])
+    files = {str(hidden / file.name) for file in (tmp_path / "saved").iterdir()}
+    flushed = {path.removesuffix(".tmp") for path in flushes.flushed(operations[:renamed])}
+    assert len(files) > 1 and files | {str(hidden)} <= flushed
+    assert operations[renamed + 1 :] == [("flush", str(tmp_path))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import flushes
 import needs
 import pytest
 import tiny
@@ -180,6 +181,20 @@ def test_a_second_save_leaves_nothing_of_the_first(tmp_path: Path, offloaded: Ca
         assert found == sorted(named)
         tiny.assert_same_weights(tensors_in(out), dict(tiny.build("llama").named_parameters()))
     assert (out / "tokenizer.json").read_text() == "mine"
+
+
+def test_what_is_saved_survives_a_power_failure(
+    tmp_path: Path, offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may close the model next, which removes its store."""
+    model, out = offloaded(tiny.build("llama")), tmp_path / "new" / "out"
+    operations = flushes.recorded(monkeypatch)
+    memascend.save_pretrained(model, out, max_shard_size="500KB")
+    flushed = flushes.flushed(operations)
+    files = [str(file) for file in out.iterdir()]
+    assert len(files) > 4 and all(file in flushed or file + ".tmp" in flushed for file in files), (files, flushed)
+    last = max(at for at, (what, _) in enumerate(operations) if what == "rename")
+    assert {str(out), str(out.parent), str(tmp_path)} <= flushes.flushed(operations[last:])
 
 
 # ---- in the place of transformers' save_pretrained ------------------------------------------------------------------

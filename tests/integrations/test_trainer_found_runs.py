@@ -43,13 +43,21 @@ def run_found(model_folder: str, tmp_path: Path, request: pytest.FixtureRequest)
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["directory", "model in memory"])
-def test_its_weights_are_not_evaluated_in_place_of_those_given(run_found: Any, in_memory: bool) -> None:
+def test_its_weights_are_not_used_in_place_of_those_given(run_found: Any, tmp_path: Path, in_memory: bool) -> None:
     trainer = run_found(build()) if in_memory else run_found()
-    for use in (trainer.evaluate, lambda: trainer.predict(trainer.eval_dataset)):
-        with pytest.raises(ValueError, match=r"holds a run after step 4, and its weights would be evaluated.*resume"):
+    uses = {
+        "evaluate": trainer.evaluate,
+        "predict": lambda: trainer.predict(trainer.eval_dataset),
+        "save": lambda: trainer.save_model(str(tmp_path / "saved")),
+    }
+    for name, use in uses.items():
+        used = "saved" if name == "save" else "evaluated"
+        with pytest.raises(ValueError, match=rf"holds a run after step 4, and its weights would be {used}.*resume"):
             use()
+    assert not (tmp_path / "saved").exists()
     trainer.train(resume_from_checkpoint=True)
     trainer.evaluate()
+    trainer.save_model(str(tmp_path / "saved"))
 
 
 def test_a_resumed_model_that_is_given_is_evaluated(run_found: Any, tmp_path: Path) -> None:

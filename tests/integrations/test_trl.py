@@ -177,6 +177,44 @@ def test_preferences_with_an_adapter(tmp_path: Path) -> None:
     memascend.close(trainer.model)
 
 
+def test_an_adapter_over_weights_that_stay_in_their_files(tmp_path: Path) -> None:
+    """As docs/how-to/adapters.md has it, with the durability and the checkpoints that are the default."""
+    from memascend.integrations.trl import SFTConfig, SFTTrainer
+
+    class InMemory(TrainerMixin, trl.SFTTrainer): ...
+
+    def adapter() -> Any:
+        return peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+
+    source = folder_of(tmp_path / "model")
+    options = {"max_steps": 2}
+    whole = memascend.fuse_loss(LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
+    expected = run(InMemory, trl.SFTConfig, whole, tmp_path / "in memory", chats(), options, peft_config=adapter())
+    model = memascend.from_pretrained(source, store=tmp_path / "store", host_memory="64MiB", frozen="files")
+    trainer = run(SFTTrainer, SFTConfig, model, tmp_path / "out", chats(), options, peft_config=adapter())
+    assert logged(trainer) == logged(expected)
+    assert not differing(trained(trainer.model), trained(expected.model))
+    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    memascend.close(model)
+
+
+@pytest.mark.parametrize("where", ["the trainer", "model_init_kwargs"])
+def test_a_configuration_of_quantised_weights_is_refused(tmp_path: Path, where: str) -> None:
+    """TRL's scripts give one with --load_in_4bit: weights in bfloat16 would be trained, or be adapted, in its place."""
+    from memascend.integrations.trl import SFTConfig, SFTTrainer
+
+    source = folder_of(tmp_path / "model")
+    of_four_bits = {"load_in_4bit": True}  # TRL hands it on as it is
+    init, named = ({}, {"quantization_config": of_four_bits})
+    if where == "model_init_kwargs":
+        init, named = {"model_init_kwargs": {"quantization_config": of_four_bits}}, {}
+    args = SFTConfig(str(tmp_path / "out"), **ARGUMENTS, host_memory="64MiB", **init)
+    adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="quantization_config"):
+        SFTTrainer(source, args, train_dataset=chats(), processing_class=tokenizer(), peft_config=adapter, **named)
+    assert not list((tmp_path / "out").rglob("memascend*"))
+
+
 def test_preferences_beside_a_reference(tmp_path: Path) -> None:
     from memascend.integrations.trl import DPOConfig, DPOTrainer
 

@@ -198,6 +198,20 @@ def test_a_forked_child_that_uses_the_model_gets_an_error(offloaded: Callable[..
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This process.*:DeprecationWarning")
+def test_a_forked_child_that_uses_states_on_a_store_gets_an_error(tmp_path: Path) -> None:
+    """The model is in memory, and the child's own; the store of its optimizer's states is not."""
+    model = tiny.build("plain")
+    optimizer = memascend.AdamW(model.parameters(), store=tmp_path / "states")
+    tiny.step(model, optimizer, "plain", 0)
+    model(**tiny.batch("plain", 1)).loss.backward()
+    for use in (optimizer.step, optimizer.state_dict):
+        told = _use_in_child(model, lambda _, use=use: use())  # type: ignore[misc]
+        assert "was forked from the one that offloaded the model" in told, use
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This process.*:DeprecationWarning")
 def test_a_worker_that_reads_a_weight_ends_its_loader(offloaded: Callable[..., nn.Module]) -> None:
     model = offloaded(tiny.build("llama"))
 

@@ -183,6 +183,7 @@ def finish_checkpoint(folder: Path, progress: dict[str, Any], entries: int) -> N
         sync(temporary)
         os.replace(temporary, folder / _PROGRESS)
         sync(folder)
+        sync(folder.parent)  # Earlier checkpoints are deleted next.
 
 
 def last_checkpoint(settings: Settings) -> Path | None:

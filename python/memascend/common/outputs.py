@@ -156,6 +156,15 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def sync_names(folder: Path) -> None:
+    """Wait until the entries of a directory are on the medium, where user and filesystem allow that."""
+    try:
+        sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise
+
+
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
     """Turn an OSError into an OutputError that names `what`: for an open file the system gives no path."""

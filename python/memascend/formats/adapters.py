@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CONFIG_NAME = "adapter_config.json"
 #: The names of the file with their weights; a directory has one of them.
 _WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+#: Errors whose messages are for the user already.
+_OWN = (MemascendError, MemoryError, OSError)
 
 
 def is_adapter(directory: Path) -> bool:
@@ -50,8 +52,9 @@ def check_copies(directory: Path) -> None:
     config = read_json(directory / CONFIG_NAME)
     copied = config.get("modules_to_save") if isinstance(config, dict) else None
     if copied:
+        listed = ", ".join(map(str, copied if isinstance(copied, list) else [copied]))
         raise CheckpointError(
-            f"{directory} holds copies of whole modules ({', '.join(map(str, copied))}), which a model in a store has "
+            f"{directory} holds copies of whole modules ({listed}), which a model in a store has "
             "no place for: train it further with --in-memory, or merge it in memory with PEFT (merge_and_unload) and "
             "give the model directory that this writes"
         )
@@ -64,12 +67,16 @@ def add_as_in(directory: Path, model: nn.Module, *, trained: bool, **options: An
     """
     import peft
 
-    config = peft.PeftConfig.from_pretrained(str(directory))
-    config.inference_mode = not trained
     try:
+        config = peft.PeftConfig.from_pretrained(str(directory))
+        if getattr(config, "megatron_config", None) is not None:  # PEFT would import any module that it names
+            raise CheckpointError(f"{directory} holds adapters for layers of Megatron, which memascend has none of")
+        config.inference_mode = not trained
         return peft.get_peft_model(model, config, **options)
-    except (TypeError, ValueError) as error:
-        raise _misfit(directory, first_line(error)) from error
+    except _OWN:
+        raise
+    except Exception as error:  # PEFT reads values of any kind, and raises any class
+        raise _misfit(directory, _said(error)) from error
 
 
 def load_adapters(model: nn.Module, directory: Path, *, trained: bool) -> Any:
@@ -86,18 +93,26 @@ def load_adapters(model: nn.Module, directory: Path, *, trained: bool) -> Any:
     adapted = add_as_in(directory, model, trained=trained)
     try:
         found = adapted.load_adapter(str(directory), "default", is_trainable=trained)
-    except MemascendError:
+    except _OWN:
         raise
     except (SafetensorError, UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{directory} holds weights that cannot be read: {first_line(error)}") from error
-    except (KeyError, RuntimeError) as error:
-        # PyTorch names the tensors from the second line on.
-        raise _misfit(directory, str(error).splitlines()[-1].strip()) from error
+    except Exception as error:
+        raise _misfit(directory, _said(error)) from error
     if found.missing_keys:
         raise _misfit(directory, f"their file has no {found.missing_keys[0]}")
     if found.unexpected_keys:
         raise _misfit(directory, f"their file has {found.unexpected_keys[0]}, which {CONFIG_NAME} has no place for")
     return adapted
+
+
+def _said(error: Exception) -> str:
+    """Return the line of an error of PEFT or PyTorch that names the misfit."""
+    if isinstance(error, TypeError | ValueError):
+        return first_line(error)
+    last = first_line(error) if not str(error).strip() else str(error).strip().splitlines()[-1].strip()
+    # PyTorch names the tensors from the second line on. A KeyError says the key alone.
+    return last if isinstance(error, RuntimeError) else f"{type(error).__name__}: {last}"
 
 
 def _misfit(directory: Path, detail: str) -> CheckpointError:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend.common.outputs import sync, sync_names, writing
 from memascend.common.sizes import parse_size
 from memascend.errors import CheckpointError, OutputError, StoreError
 from memascend.formats.safetensors import write_safetensors
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 #: Parameters that are written together, by name: of a unit, and others of its layer that lie in memory.
 _Group = dict[str, nn.Parameter]
 
+_CONFIGS = ("config.json", "generation_config.json")
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 #: Files of weights, as transformers and PEFT name them.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model.safetensors.index.json")
@@ -151,15 +153,18 @@ def save_pretrained(
         return
     shards = _shards(_groups(_written_parameters(model)), parse_size(max_shard_size), converted_dtype)
     unread = (group for shard in shards for group in shard)
+    made: list[Path] = []
 
     def begin() -> None:
         if not overwrite:
             _refuse_weights(directory, _WEIGHTS)
+        made.extend(path for path in (directory, *directory.parents) if not path.exists())
         directory.mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
         _write_weights(model, directory, converted_dtype, shards, unread)
         _write_configs(model, directory, converted_dtype)
+        _settle(directory, made)
 
     _on_first(ranks, begin, iter(()))
     for session in sessions:
@@ -417,7 +422,7 @@ def _replace_index(directory: Path, index: dict[str, Any] | None, written: set[s
 
 def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> None:
     """Write config.json and, of a model that generates, generation_config.json. A link there is replaced."""
-    for name in ("config.json", "generation_config.json"):
+    for name in _CONFIGS:
         if (directory / name).is_symlink():
             (directory / name).unlink()
     if hasattr(getattr(model, "config", None), "save_pretrained"):
@@ -427,6 +432,19 @@ def _write_configs(model: Any, directory: Path, dtype: torch.dtype | None) -> No
         config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(directory)
+
+
+def _settle(directory: Path, made: list[Path]) -> None:
+    """Wait until all but the weights, which are there, is on the medium: a program may remove the store next.
+
+    `made` are the directories that the save has made.
+    """
+    with writing(directory):
+        for name in (*_CONFIGS, INDEX_NAME):
+            if (directory / name).exists():
+                sync(directory / name)
+        for folder in (directory, *(path.parent for path in made)):
+            sync_names(folder)
 
 
 def _tensors(

@@ -140,20 +140,23 @@ def load_generation_config(model: nn.Module, directory: Path) -> None:
 
 
 def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Module:
-    """Build the model with its parameters on the meta device and its buffers real."""
-    import transformers
+    """Build the model with its parameters on the meta device and its buffers real.
 
-    names = getattr(config, "architectures", None) or []
-    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    build = getattr(cls, "_from_config", None)
-    if build is None:
-        build = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+    Raises CheckpointError where transformers cannot make one.
+    """
     try:
         with _parameters_on_meta(), UntouchedZeros():
-            model = build(config, dtype=dtype)
+            model = _builder_of(config)(config, dtype=dtype)
             model.tie_weights()
     except ValueError as error:
         raise CheckpointError(explained_code(error, directory) or f"{directory}: {first_line(error)}") from None
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # a value of another kind, or one that contradicts another, ends in any class
+        raise CheckpointError(
+            f"{directory}: transformers cannot make a model of this configuration: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
     float32_modules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:  # bfloat16 has the range for these
         float32_modules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -162,6 +165,16 @@ def empty_model(config: Any, directory: Path | str, dtype: torch.dtype) -> nn.Mo
             parameter.data = parameter.data.to(torch.float32)
     model.train()
     return model
+
+
+def _builder_of(config: Any) -> Any:
+    """Return what makes the model that a configuration names, or a causal one."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    build = getattr(cls, "_from_config", None)
+    return build or partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
 
 
 @contextmanager

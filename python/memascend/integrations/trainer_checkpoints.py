@@ -73,6 +73,16 @@ class CheckpointsMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         return optimizer if isinstance(optimizer, OffloadedOptimizer) else None
 
+    def _check_weights(self, used: str) -> None:
+        """Raise ValueError where the weights are those of a run in the store, which nothing was said of."""
+        if self._weights_replaced and self._stored is not None:
+            where = ", ".join(map(str, self._stored.paths))
+            raise ValueError(
+                f"{where} holds a run after step {self._stored.generations.steps}, and its weights would be {used} "
+                "instead of those of the model that was given. For the run's: give memascend.resume(store, "
+                "host_memory=...).model as the model; for the model's: give another output_dir, or store="
+            )
+
     # ---- going back ----------------------------------------------------------------------------------------
 
     def _named_by(self, checkpoint: Path) -> str | None:
@@ -126,7 +136,11 @@ class CheckpointsMixin:
             return super()._finalize_training(trial, *others)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, tensor by tensor; for a checkpoint of the store, where it is, and the tokenizer."""
+        """Write the model, tensor by tensor; for a checkpoint of the store, where it is, and the tokenizer.
+
+        Raises ValueError where the weights belong to a run in the store, and not to the given model.
+        """
+        self._check_weights("saved")
         ranks, first = self._ranks, self._ranks is None or self._ranks.rank == 0
         of_checkpoint = _internal_call and output_dir is not None  # without one, `push_to_hub` wants the model
         if of_checkpoint and not self.args.save_only_model and self._stored is not None:

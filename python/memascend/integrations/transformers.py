@@ -284,13 +284,7 @@ class TrainerMixin(CheckpointsMixin):
 
         Raises ValueError where the weights belong to a run in the store, and not to the given model.
         """
-        if self._weights_replaced and self._stored is not None:
-            where = ", ".join(map(str, self._stored.paths))
-            raise ValueError(
-                f"{where} holds a run after step {self._stored.generations.steps}, and its weights would be evaluated "
-                "instead of those of the model that was given. For the run's: give memascend.resume(store, "
-                "host_memory=...).model as the model; for the model's: give another output_dir, or store="
-            )
+        self._check_weights("evaluated")
         return super().evaluation_loop(*others, **named)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, *others: Any, **named: Any) -> torch.Tensor:

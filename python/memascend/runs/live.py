@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: The file of a directory that has the newest manifest.
 MANIFEST = "memascend.json"
 _LOCK, _VOLUME = "memascend.lock", "memascend.volume"
-_FIRST_LINE = re.compile(rb"memascend-store 3 (?P<bytes>\d+) (?P<sum>[0-9a-f]{8})")
+_FIRST_LINE = re.compile(rb"memascend-store 3 (?P<bytes>\d{1,18}) (?P<sum>[0-9a-f]{8})")
 _TRIES, _SECONDS_BETWEEN = 50, 0.02
 #: The longest manifest, as crates/memascend-nvme/src/volume/notes.rs has it.
 _MANIFEST_BYTES_MAX = 256 << 20
@@ -127,6 +127,8 @@ def _checked(text: bytes) -> dict[str, Any] | None:
     try:
         body = json.loads(text)
         check(body, _BODY, "the manifest")
+        if any(b"\0" in os.fsencode(path_of(volume)) for volume in body["volumes"]):
+            return None
     except (ValueError, RecursionError):
         return None
     generations = body["snapshots"] + ([body["current"]] if body["current"] else [])

@@ -12,7 +12,7 @@ use memascend_mem::LockExt;
 
 use crate::block_device::format::{Standing, described, described_unformatted};
 use crate::block_device::node::{self, Node};
-use crate::block_device::notes::{FoundNote, Notes};
+use crate::block_device::notes::{FoundNote, Notes, PutError};
 use crate::block_device::signatures::Blkid;
 use crate::block_device::superblock::{Superblock, VERSION};
 use crate::block_device::uuid::parse_uuid;
@@ -158,10 +158,8 @@ impl Device {
     /// # Errors
     /// If the device cannot be read.
     pub fn find_note(&self) -> BlockDeviceResult<FoundNote> {
-        self.notes()
-            .find(&self.file)
-            .and_then(|found| self.file.sync_data().map(|()| found))
-            .map_err(|source| BlockDeviceError::io("read the note of", &self.path, source))
+        let found = self.notes().find(&self.file);
+        found.map_err(|source| BlockDeviceError::io("read the note of", &self.path, source))
     }
 
     /// Replaces the note. If writing is interrupted, the note before stays. Returns once the note
@@ -175,10 +173,7 @@ impl Device {
         if bytes > limit_bytes {
             return Err(BlockDeviceError::NoteTooLong { path: self.path.clone(), bytes, limit_bytes });
         }
-        notes
-            .write(&self.file, note)
-            .map_err(|source| BlockDeviceError::io("write the note of", &self.path, source))?;
-        self.flush()
+        notes.write(&self.file, note).map_err(|error| self.not_put("write the note of", error))
     }
 
     /// Removes the note. Returns once the removal is on the medium.
@@ -186,14 +181,14 @@ impl Device {
     /// # Errors
     /// If the device cannot be written.
     pub fn clear_note(&self) -> BlockDeviceResult<()> {
-        self.notes()
-            .clear(&self.file)
-            .map_err(|source| BlockDeviceError::io("clear the note of", &self.path, source))?;
-        self.flush()
+        self.notes().clear(&self.file).map_err(|error| self.not_put("clear the note of", error))
     }
 
-    fn flush(&self) -> BlockDeviceResult<()> {
-        self.file.sync_data().map_err(|source| BlockDeviceError::Flush { path: self.path.clone(), source })
+    fn not_put(&self, action: &'static str, error: PutError) -> BlockDeviceError {
+        match error {
+            PutError::Transfer(source) => BlockDeviceError::io(action, &self.path, source),
+            PutError::Flush(source) => BlockDeviceError::Flush { path: self.path.clone(), source },
+        }
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {

@@ -48,6 +48,8 @@ pub(crate) trait Medium {
     fn read(&self, offset: u64, bytes: usize) -> io::Result<Blocks>;
     /// Writes all blocks at `offset`.
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()>;
+    /// Waits until everything written is on the medium.
+    fn flush(&self) -> io::Result<()>;
 }
 
 impl Medium for File {
@@ -58,6 +60,19 @@ impl Medium for File {
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
         blocks.write(self, offset)
     }
+
+    fn flush(&self) -> io::Result<()> {
+        self.sync_data()
+    }
+}
+
+/// Why a slot was not written durably.
+#[derive(Debug)]
+pub(crate) enum PutError {
+    /// The slots cannot be read or written.
+    Transfer(io::Error),
+    /// The slot was written, and the medium may not have it.
+    Flush(io::Error),
 }
 
 /// The two slots of a device.
@@ -106,28 +121,40 @@ impl Notes {
         [self.offset, self.offset + self.slot_bytes]
     }
 
-    /// The note that was written last and is whole.
+    /// The note that was written last and is whole. It may not be on the medium yet.
     pub(crate) fn read(&self, medium: &impl Medium) -> io::Result<Option<Vec<u8>>> {
-        Ok(self.find(medium)?.note)
+        Ok(self.look(medium)?.note)
     }
 
-    /// As [`Notes::read`], and whether there may have been a newer note.
+    /// As [`Notes::read`], and whether there may have been a newer note. What is found is on the medium
+    /// when this returns.
     pub(crate) fn find(&self, medium: &impl Medium) -> io::Result<FoundNote> {
+        let found = self.look(medium)?;
+        medium.flush()?;
+        Ok(found)
+    }
+
+    fn look(&self, medium: &impl Medium) -> io::Result<FoundNote> {
         let (newest, damaged) = self.newest(medium)?;
         Ok(FoundNote { note: newest.filter(|slot| slot.kind == KEPT).map(|slot| slot.note), damaged })
     }
 
-    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes). The caller flushes the medium.
-    pub(crate) fn write(&self, medium: &impl Medium, note: &[u8]) -> io::Result<()> {
+    /// Writes a note of at most [`limit_bytes`](Self::limit_bytes), which is on the medium when this returns.
+    pub(crate) fn write(&self, medium: &impl Medium, note: &[u8]) -> Result<(), PutError> {
         self.put(medium, KEPT, note)
     }
 
-    /// Records that there is no note. The caller flushes the medium.
-    pub(crate) fn clear(&self, medium: &impl Medium) -> io::Result<()> {
+    /// Records that there is no note. The record is on the medium when this returns.
+    pub(crate) fn clear(&self, medium: &impl Medium) -> Result<(), PutError> {
         self.put(medium, CLEARED, &[])
     }
 
-    fn put(&self, medium: &impl Medium, kind: u32, note: &[u8]) -> io::Result<()> {
+    fn put(&self, medium: &impl Medium, kind: u32, note: &[u8]) -> Result<(), PutError> {
+        self.write_slot(medium, kind, note).map_err(PutError::Transfer)?;
+        medium.flush().map_err(PutError::Flush)
+    }
+
+    fn write_slot(&self, medium: &impl Medium, kind: u32, note: &[u8]) -> io::Result<()> {
         assert!(note.len() as u64 <= self.limit_bytes(), "the note's length was checked before");
         let (index, sequence) = match self.newest(medium)?.0 {
             Some(newest) => (1 - newest.index, newest.sequence + 1),
@@ -196,6 +223,10 @@ impl Notes {
 }
 
 #[cfg(test)]
+#[path = "notes_power.rs"]
+mod power;
+
+#[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
 
@@ -207,7 +238,8 @@ mod tests {
     const DEVICE_BYTES: u64 = 16 << 20;
 
     fn area() -> (File, Notes) {
-        let file = tempfile::tempfile().unwrap();
+        // In memory where that is possible: each note is flushed.
+        let file = tempfile::tempfile_in("/dev/shm").or_else(|_| tempfile::tempfile()).unwrap();
         file.set_len(DEVICE_BYTES).unwrap();
         let superblock = Superblock::plan(random_uuid().unwrap(), DEVICE_BYTES, 512);
         (file, Notes::of(&superblock))
@@ -240,6 +272,10 @@ mod tests {
         fn write(&self, _: u64, _: &Blocks) -> io::Result<()> {
             unreachable!("nothing is written")
         }
+
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
     }
 
     #[test]
@@ -253,6 +289,14 @@ mod tests {
                 FoundNote { note: None, damaged: true }
             );
         }
+    }
+
+    /// What has no medium cannot be flushed, and the system says so.
+    #[test]
+    fn a_flush_reaches_the_system() {
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let file = File::from(std::os::fd::OwnedFd::from(socket));
+        assert_eq!(Medium::flush(&file).unwrap_err().raw_os_error(), Some(libc::EINVAL));
     }
 
     #[test]
@@ -329,7 +373,7 @@ mod tests {
             file.read_exact_at(&mut byte, place).unwrap();
             file.write_all_at(&[byte[0] ^ 1 << (bit % 8)], place).unwrap();
             let standing = Standing::read(&file, DEVICE_BYTES).unwrap();
-            let found = notes.find(&file).unwrap();
+            let found = notes.look(&file).unwrap();
             file.write_all_at(&byte, place).unwrap();
             let within = |begin: u64, bytes: u64| (begin..begin + bytes).contains(&place);
             let (newest, before) = (Some(written[1].clone()), Some(written[0].clone()));

@@ -60,7 +60,7 @@ impl HeldDirectory {
             // A crash must not lose the directory's name with the commits in it. A
             // failure is ignored: a user may have the right to write to the parent and not the
             // right to read the parent.
-            let _ = directory.parent().map(|above| File::open(above).and_then(|above| above.sync_all()));
+            let _ = directory.parent().map(|above| Folder::open(above).and_then(|above| above.sync()));
         }
         if !create && !directory.join(Volume::FILE_NAME).exists() {
             return Err(IoError::not_kept(given));

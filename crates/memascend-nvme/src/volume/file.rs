@@ -125,3 +125,19 @@ impl VolumeFile {
 
 /// The hint of a transfer beyond the end of a file that was longer before.
 pub(crate) const MADE_SHORTER: &str = "the file or device was made shorter by another program while in use";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::IoError;
+
+    /// What has no medium cannot be flushed, and the system says so.
+    #[test]
+    fn a_flush_reaches_the_system() {
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let file = File::from(std::os::fd::OwnedFd::from(socket));
+        let error =
+            VolumeFile::opened(file, Path::new("/a/socket"), Geometry::buffered()).sync().unwrap_err();
+        assert!(matches!(error, IoError::Flush { .. }) && error.errno() == Some(libc::EINVAL), "{error}");
+    }
+}

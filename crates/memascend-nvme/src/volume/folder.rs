@@ -167,6 +167,8 @@ impl Names for Folder {
     }
 
     fn sync(&self) -> io::Result<()> {
+        #[cfg(test)]
+        tests::note_flush(&self.path);
         self.directory.sync_all()
     }
 }
@@ -200,4 +202,39 @@ impl NamedFile for File {
 
 fn in_c(name: &str) -> io::Result<CString> {
     CString::new(Path::new(name).as_os_str().as_bytes()).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::cell::RefCell;
+    use std::os::unix::fs::OpenOptionsExt;
+
+    use super::*;
+
+    thread_local! {
+        /// The directories whose names this thread has flushed.
+        static FLUSHED: RefCell<Vec<PathBuf>> = const { RefCell::new(Vec::new()) };
+    }
+
+    pub(super) fn note_flush(path: &Path) {
+        FLUSHED.with_borrow_mut(|flushed| flushed.push(path.to_owned()));
+    }
+
+    /// Whether this thread has flushed the names in the directory at `path`.
+    pub(in crate::volume) fn was_flushed(path: &Path) -> bool {
+        FLUSHED.with_borrow(|flushed| flushed.iter().any(|one| one == path))
+    }
+
+    /// A descriptor that is for looking alone, and one without a medium, cannot be flushed: the system says so.
+    #[test]
+    fn flushes_reach_the_system() {
+        let root = tempfile::tempdir().unwrap();
+        let mut folder = Folder::open(root.path()).unwrap();
+        Names::sync(&folder).unwrap();
+        folder.directory = File::options().read(true).custom_flags(libc::O_PATH).open(root.path()).unwrap();
+        assert_eq!(Names::sync(&folder).unwrap_err().raw_os_error(), Some(libc::EBADF));
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let file = File::from(std::os::fd::OwnedFd::from(socket));
+        assert_eq!(NamedFile::sync(&file).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+    }
 }

@@ -105,6 +105,16 @@ fn what_was_kept_is_opened_again_and_not_overwritten() {
     assert_eq!(left.len(), 3, "data, note and the room for the next: {left:?}");
 }
 
+/// Otherwise a power failure could lose the directory's name with all that was committed in it.
+#[test]
+fn the_name_of_a_new_directory_is_flushed() {
+    use super::folder::tests::was_flushed;
+    let root = tempfile::tempdir().unwrap();
+    let directory = root.path().join("volume");
+    Volume::create(&directory, true).unwrap().keep(b"note").unwrap();
+    assert!(was_flushed(root.path()) && was_flushed(&directory));
+}
+
 #[test]
 fn a_missing_directory_above_is_named_and_not_made() {
     let root = tempfile::tempdir().unwrap();

@@ -102,10 +102,12 @@ def _as_float(scales: torch.Tensor) -> torch.Tensor:
 def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of this form by their names in the model, each with the names of its stored tensors.
 
-    Raises CheckpointError for a weight in FP8 that has no scales.
+    Raises CheckpointError for a weight in FP8 that has no scales, ValueError for blocks of no size.
     """
     blocks = described.get("weight_block_size")
     sizes = (int(blocks[0]), int(blocks[1])) if isinstance(blocks, list) and len(blocks) == 2 else None
+    if sizes is not None and not all(0 < size < 1 << 31 for size in sizes):
+        raise ValueError(f"weight_block_size {blocks} of the configuration is no size of blocks")
     found: dict[str, tuple[Packed, list[str]]] = {}
     for name, tensor in stored.items():
         if tensor.dtype not in (*_FLOATS, torch.int8):

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, first_line
 from memascend.formats.json_files import read_json
 
 if TYPE_CHECKING:
@@ -93,13 +93,20 @@ def form_of(path: Path) -> Form | None:
     config = read_json(config_file) if config_file.is_file() else {}
     described = description_in(config)
     if described is not None:
-        return form_described(described)
+        return _understood(described, config_file)
     for name, method in DESCRIPTIONS.items():
         if path.is_dir() and (directory / name).is_file():
             described = read_json(directory / name)
             if isinstance(described, dict):
-                return form_described({"quant_method": method} | described)
+                return _understood({"quant_method": method} | described, directory / name)
     return None
+
+
+def _understood(described: Mapping[str, Any], file: Path) -> Form:
+    try:
+        return form_described(described)
+    except (TypeError, ValueError, AttributeError) as error:  # a value of another kind
+        raise CheckpointError(f"{file} does not describe quantised weights: {first_line(error)}") from error
 
 
 def description_in(config: Any) -> Mapping[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.formats.quantised import bitsandbytes, columns, compressed, float8, mxfp4
 from memascend.formats.quantised.tensors import Stored
 from memascend.formats.safetensors import Entry
@@ -43,7 +43,14 @@ class QuantisedTensors:
         self.form, self.path = form, directory
         stored = {key: Stored(reader, key) for key, reader in where.items()}
         assert form.kind is not None, form
-        found = READERS[form.kind](stored, form.described or {})
+        try:
+            found = READERS[form.kind](stored, form.described or {})
+        except (MemascendError, MemoryError, OSError):
+            raise
+        except Exception as error:  # sizes of another kind in the configuration, or tensors of another form
+            raise CheckpointError(
+                f"{directory}: its tensors do not fit {form}: {type(error).__name__}: {first_line(error)}"
+            ) from error
         self._packed: dict[str, Packed] = {name: packed for name, (packed, _) in found.items()}
         self.entries = {name: Entry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
         #: Names of the stored tensors of each, and of all.

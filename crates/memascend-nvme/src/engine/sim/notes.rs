@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::block_device::blocks::Blocks;
-use crate::block_device::notes::{Medium, Notes};
+use crate::block_device::notes::{Medium, Notes, PutError};
 use crate::engine::sim::SimDisk;
 use crate::engine::sim::disk::{Die, NOTE_OFFSET, PART_BYTES};
 use crate::engine::sim::power::gone;
@@ -24,6 +24,10 @@ impl Medium for SimDisk {
 
     fn write(&self, offset: u64, blocks: &Blocks) -> io::Result<()> {
         self.carry_out_whole(Operation::Write, offset, &mut blocks.bytes().to_vec())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        SimDisk::flush(self)
     }
 }
 
@@ -111,6 +115,13 @@ impl SimNotes {
         result.map_err(|source| file_error(action, self.file.path(), source))
     }
 
+    fn put(&self, action: &'static str, result: std::result::Result<(), PutError>) -> Result<()> {
+        result.map_err(|error| match error {
+            PutError::Transfer(source) => file_error(action, self.file.path(), source),
+            PutError::Flush(source) => flush_error(self.file.path(), source),
+        })
+    }
+
     fn flushed<T>(&self, result: io::Result<T>) -> Result<T> {
         result.map_err(|source| flush_error(self.file.path(), source))
     }
@@ -119,7 +130,7 @@ impl SimNotes {
 impl NoteKeeper for SimNotes {
     fn find_note(&self) -> Result<FoundNote> {
         let outcome = match &self.slots {
-            Some(notes) => notes.find(&*self.disk).and_then(|found| self.disk.flush().map(|()| found)),
+            Some(notes) => notes.find(&*self.disk),
             None => self.disk.flush_directory().map(|()| {
                 let disk = self.disk.lock();
                 let note = match &disk.file.renamed {
@@ -139,8 +150,7 @@ impl NoteKeeper for SimNotes {
     fn write_note(&self, note: &[u8]) -> Result<()> {
         let (disk, action) = (&self.disk, "write the note of");
         if let Some(notes) = &self.slots {
-            self.failed(action, notes.write(&**disk, note))?;
-            return self.flushed(disk.flush());
+            return self.put(action, notes.write(&**disk, note));
         }
         self.failed(action, disk.write_file())?;
         let whole = self.flushed(disk.flush_file())?;
@@ -151,8 +161,7 @@ impl NoteKeeper for SimNotes {
     fn clear_note(&self) -> Result<()> {
         let (disk, action) = (&self.disk, "clear the note of");
         if let Some(notes) = &self.slots {
-            self.failed(action, notes.clear(&**disk))?;
-            return self.flushed(disk.flush());
+            return self.put(action, notes.clear(&**disk));
         }
         self.failed(action, disk.rename_file(None))?;
         self.flushed(disk.flush_directory())
