@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.command.arguments import BOUNDARIES_TOKENS_MAX, parser
+from memascend.command.arguments import parser
+from memascend.command.arguments.training import BOUNDARIES_TOKENS_MAX
 from memascend.command.data_size import count_tokens
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import explain
