@@ -74,7 +74,7 @@ def census(seed: int) -> list[Unit]:
 
 
 def check(units, plan, budget):
-    """Check the assumptions of `DevicePool` and `DeviceStreamer`."""
+    """Check the assumptions of `DevicePool` and `DeviceCache`."""
     assert plan.total <= budget
     assert plan.total == sum(line.total for line in plan.lines)
     buffers: dict[int, int] = {}

@@ -143,9 +143,8 @@ class _WatchedParameters(dict):
 class Hooks:
     """The hooks of one session in its model."""
 
-    #: Returns the replacement of a module's `save_pretrained`, or None. The format of saved
-    #: models is a matter of `memascend.formats`, which sets this.
-    saver_of: ClassVar[Callable[[nn.Module], Callable[..., None] | None]] = staticmethod(lambda module: None)
+    #: See `save_by`.
+    _saver_of: ClassVar[Callable[[nn.Module], Callable[..., None] | None]] = staticmethod(lambda module: None)
 
     def __init__(self, session: Session) -> None:
         """Become the session's attachment; `attach` installs the hooks."""
@@ -177,6 +176,14 @@ class Hooks:
         #: How a program reaches the model's layers, and whether it was told that they are not compiled.
         self._layers = "model"
         self._said_uncompiled = False
+
+    @staticmethod
+    def save_by(saver_of: Callable[[nn.Module], Callable[..., None] | None]) -> None:
+        """Have modules save themselves by `saver_of(module)`, which replaces their `save_pretrained` unless it is None.
+
+        The format of saved models is a matter of `memascend.formats`, which calls this as it is imported.
+        """
+        Hooks._saver_of = staticmethod(saver_of)
 
     def attach(self) -> None:
         """Install the hooks: from here on the model's parameters are on SSD."""
@@ -248,7 +255,7 @@ class Hooks:
                 self._replace(part, "forward", tiling.around(part, part.forward))
                 self._tiled[part] = self._originals[-1]
         for module in model.modules():
-            if (saver := Hooks.saver_of(module)) is not None:
+            if (saver := Hooks._saver_of(module)) is not None:
                 self._replace(module, "save_pretrained", saver)
             if hasattr(type(module), "resize_token_embeddings"):
                 self._replace(module, "resize_token_embeddings", partial(resize, module))

@@ -15,7 +15,6 @@ from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import warn_of
 from memascend.plan.host import Plan, make_plan
-from memascend.residency.device import DeviceStreamer
 from memascend.residency.host import Streamer
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from memascend.machine.cuda import ComputeDevice
     from memascend.offloading.device_budget import DeviceBudget
     from memascend.options import Tuning
-    from memascend.plan.device import DevicePlan
     from memascend.ranks.membership import Membership
+    from memascend.residency.host import Commits
 
 _log = logging.getLogger("memascend")
 
@@ -86,17 +85,22 @@ def make_streamer(
     units: Sequence[Unit],
     plan: Plan,
     timeline: Timeline,
-    device: ComputeDevice | None,
-    device_plan: DevicePlan | None,
+    device_budget: DeviceBudget,
     membership: Membership | None,
+    commits: Commits,
 ) -> Streamer:
     """Return the streamer that brings `units` to the memory where the model computes."""
     ranks = None if membership is None else membership.ranks
-    options: dict[str, Any] = {"forget_recomputed": forget_recomputed, "ranks": ranks}
-    if device is None or device_plan is None:
-        return Streamer(runtime, units, plan, timeline, **options)
-    device.link = runtime.device
-    return DeviceStreamer(runtime, units, plan, timeline, device, device_plan, **options)
+    return Streamer(
+        runtime,
+        units,
+        plan,
+        timeline,
+        commits=commits,
+        forget_recomputed=forget_recomputed,
+        compute_in=device_budget.memory(runtime, plan, copies_ahead=ranks is None),
+        ranks=ranks,
+    )
 
 
 def make_gradients(
@@ -136,7 +140,6 @@ def _make_early(
 ) -> EarlyUpdates:
     if device is None:
         return EarlyUpdates(streamer, generations, streamer.timeline, in_flight_bytes)
-    assert isinstance(streamer, DeviceStreamer), "the model computes on the device"
     return EarlyUpdatesOnDevice(streamer, generations, streamer.timeline, device)
 
 

@@ -28,11 +28,9 @@ from memascend.offloading.parts import find_tensors, make_gradients, make_stream
 from memascend.offloading.slices import Slicing
 from memascend.offloading.tiles import Tiling
 from memascend.options import parse_durability
-from memascend.residency.device import DeviceStreamer
 from memascend.residency.experts import ExpertPieces
 from memascend.residency.host import early_use
 from memascend.residency.tables import OffloadedTable
-from memascend.residency.tables_device import DeviceTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -149,14 +147,13 @@ class Session:
         """Make the parts that work on the open store."""
         runtime, units, device, membership = self.runtime, self.units, self.device, self.membership
         self.timeline = Timeline(updating=lambda: runtime.update_seconds)
-        self.streamer = make_streamer(runtime, units, plan, self.timeline, device, self.device_plan, membership)
+        self.generations = Generations(self, runtime, source)
+        self.streamer = make_streamer(
+            runtime, units, plan, self.timeline, self.device_budget, membership, self.generations
+        )
         self.turns = self.streamer.turns
         self.pieces = ExpertPieces(self.streamer, [line.nbytes for line in (plan.most or plan).experts])
         self.streamer.pieces = self.pieces
-        self.generations = Generations(self, runtime, self.streamer, source)
-        self.streamer.before_write = self.generations.before_write
-        self.streamer.on_surprise = self.generations.note_surprise
-        self.streamer.write_through = self.generations.writes_through
         self.gradients = make_gradients(
             self.streamer,
             self.generations,
@@ -351,11 +348,7 @@ class Session:
     def table(self, place: Place) -> OffloadedTable:
         """Return the weights of a parameter that is a table."""
         if place not in self._tables:
-            streamer = self.streamer
-            if isinstance(streamer, DeviceStreamer):
-                self._tables[place] = DeviceTable(streamer, place)
-            else:
-                self._tables[place] = OffloadedTable(streamer, place)
+            self._tables[place] = self.device_budget.table(self.streamer, place)
         return self._tables[place]
 
     def stored_table(self, place: Place) -> OffloadedTable:

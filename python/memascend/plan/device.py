@@ -278,7 +278,7 @@ def _spend_spare(
         room = (plan.budget - plan.total - leave) // max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
         kind.line.count += max(0, min(wanted, len(kind.members) - kind.line.count, room))
 
-    # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two
+    # Of repeated units there are two: one in use and the next, and `DeviceCache` copies two
     # ahead.
     for kind in classes:
         if kind.repeated:
