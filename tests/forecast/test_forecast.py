@@ -29,7 +29,8 @@ from memascend.layout.units import Unit, partition
 from memascend.machine import gpu
 from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
-from memascend.plan.host import Line, smallest_plan
+from memascend.plan.host import smallest_plan
+from memascend.plan.lines import Line
 
 # Bytes moved do not depend on digits.
 pytestmark = pytest.mark.usefixtures("products_in_float32")

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from memascend.forecast.traffic import Traffic, Work
     from memascend.layout.units import Unit
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 
 def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit], dtype: str) -> dict[str, Any]:

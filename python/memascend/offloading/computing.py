@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.machine.cuda import ComputeDevice
     from memascend.options import Activations, Experts, OffloadOptions
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Inputs
+    from memascend.plan.lines import Inputs
 
 _log = logging.getLogger("memascend")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.offloading.computing import Computing
     from memascend.offloading.gradients import GradientCapture
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
     from memascend.residency.compute import ComputeMemory, MakeCache, MakeMemory, MakeTables
     from memascend.residency.host import Streamer
     from memascend.residency.order import UseOrder

@@ -14,7 +14,8 @@ from memascend.offloading.early_device import EarlyUpdatesOnDevice
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import warn_of
-from memascend.plan.host import Plan, make_plan
+from memascend.plan.host import make_plan
+from memascend.plan.lines import Plan
 from memascend.residency.host import Streamer
 
 if TYPE_CHECKING:

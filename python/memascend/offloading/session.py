@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from memascend.offloading.computing import Computing
     from memascend.options import OffloadOptions, StorePaths
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
     from memascend.ranks.membership import Membership
 
 _log = logging.getLogger("memascend")

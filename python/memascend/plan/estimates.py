@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memascend.plan.host import Inputs
+from memascend.plan.lines import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

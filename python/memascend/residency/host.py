@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
     from memascend.ranks.group import Ranks
     from memascend.residency.compute import MakeMemory
     from memascend.residency.shares import Values
