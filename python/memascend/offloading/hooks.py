@@ -23,12 +23,11 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memascend.common.graphs import called_from_compiled, outside_of_graphs
 from memascend.common.meetings import meet_libraries
 from memascend.errors import FORKED, MemascendError
-from memascend.layout.units import CPU, as_held
+from memascend.layout.units import as_held
 from memascend.machine.cuda import explained
 from memascend.offloading.activations import Recomputation
 from memascend.offloading.buffers import collected_by_checkpoint
@@ -98,7 +97,7 @@ class Hooks:
         session = self.session
         model = session.model()
         assert model is not None, "the caller holds the model"
-        self._stream = None if session.device is None else session.device.stream()
+        self._stream = session.site.stream()
         for place in session.places:
             register(session, place)
             if not is_stand_in(place.parameter):
@@ -108,10 +107,7 @@ class Hooks:
             session.gradients.watch(place)
         refuse_other_optimizers()
         meet_libraries()
-        if session.device is not None and session.device_plan is not None:
-            self._move_buffers(model)
-            # Weights that were on the device have left it, and the plan's own buffers are not there yet.
-            session.device.hold(session.device_plan)
+        session.site.take(model)
         session.streamer.attach()
         self._hook_modules(model)
         self._replaced.surround(model, partial(self._whole, model))
@@ -142,12 +138,6 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _move_buffers(self, model: nn.Module) -> None:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.session.torch_device)
 
     def _hook_modules(self, model: nn.Module) -> None:
         """Watch the parameters of every module, and wrap the forward of those that a unit is fetched for."""
@@ -299,14 +289,6 @@ class Hooks:
         own = (parameter for parameter in model._parameters.values() if parameter is not None)
         direct = [self._owners[parameter] for parameter in own if parameter in self._owners]
 
-        def to_device(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.device != CPU:
-                return value
-            there = value.to(session.torch_device, non_blocking=True)
-            if self._tables:
-                remember(there, value)
-            return there
-
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._check_process()
@@ -319,8 +301,7 @@ class Hooks:
             if grad:
                 self._watch_gradients()
                 session.generations.begin()
-            if session.device is not None:
-                args, kwargs = pytree.tree_map(to_device, (args, kwargs))
+            args, kwargs = session.site.moved((args, kwargs), remember if self._tables else None)
             # A cache that was not asked for would only hold activations in memory.
             caching = session.inputs.keeping_caches(asks_for_cache(args, kwargs))
             slicing = nullcontext() if session.slicing is None else session.slicing.of_pass(args, kwargs)
@@ -343,7 +324,7 @@ class Hooks:
         For gradients that another stream computes it waits, warns, and hands them to the first stream.
         """
         session = self.session
-        stream = None if session.device is None else session.device.stream()
+        stream = session.site.stream()
         moved, self._stream = stream != self._stream, stream
         with as_held():
             for place in session.places:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memascend.durable.generations import Generations
     from memascend.layout.units import Unit
     from memascend.machine.cuda import ComputeDevice
-    from memascend.offloading.device_budget import DeviceBudget
+    from memascend.offloading.sites import Site
     from memascend.options import Tuning
     from memascend.ranks.membership import Membership
     from memascend.residency.host import Commits
@@ -86,7 +86,7 @@ def make_streamer(
     units: Sequence[Unit],
     plan: Plan,
     timeline: Timeline,
-    device_budget: DeviceBudget,
+    site: Site,
     membership: Membership | None,
     commits: Commits,
 ) -> Streamer:
@@ -99,7 +99,7 @@ def make_streamer(
         timeline,
         commits=commits,
         forget_recomputed=forget_recomputed,
-        compute_in=device_budget.memory(runtime, plan, copies_ahead=ranks is None),
+        compute_in=site.memory(runtime, plan, copies_ahead=ranks is None),
         ranks=ranks,
     )
 
@@ -110,7 +110,7 @@ def make_gradients(
     units: Sequence[Unit],
     plan: Plan,
     device: ComputeDevice | None,
-    device_budget: DeviceBudget,
+    site: Site,
     membership: Membership | None,
     tuning: Tuning,
 ) -> GradientCapture:
@@ -119,11 +119,11 @@ def make_gradients(
     if plan.update == "backward":
         early = _make_early(streamer, generations, plan.applied.total, device)
     runtime, timeline = streamer.runtime, streamer.timeline
-    capturing = (runtime, streamer, timeline, device, device_budget.in_flight_bytes, early)
+    capturing = (runtime, streamer, timeline, device, site.in_flight_bytes, early)
     gradients: GradientCapture
     if membership is None:
         gradients = GradientCapture(*capturing)
-        gradients.sums.room = device_budget.sums_bytes
+        gradients.sums.room = site.sums_bytes
     elif device is None:
         gradients = JoinedGradients(membership.ranks, units, *capturing)
     else:
@@ -131,8 +131,7 @@ def make_gradients(
         gradients = DownloadedGradients(membership.ranks, units, *capturing, allocator=allocator)
     if isinstance(early, EarlyUpdatesOnDevice):
         early.hold = gradients.hold
-    if device_budget.plan is not None:
-        gradients.made_bytes = device_budget.plan.made_bytes
+    gradients.made_bytes = site.made_bytes
     return gradients
 
 
