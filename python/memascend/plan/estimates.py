@@ -108,14 +108,6 @@ class Shape:
         """Return the bytes of `kept_tensors`."""
         return _sum(self.kept_tensors(tokens, itemsize))
 
-    def layer_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of `layer_tensors`."""
-        return _sum(self.layer_tensors(tokens, itemsize))
-
-    def logits_bytes(self, tokens: int) -> int:
-        """Return the bytes of `logits_tensors`."""
-        return _sum(self.logits_tensors(tokens))
-
 
 def waiting_inputs(units: Sequence[Unit], config: Any, tokens: int, layer_tokens: int | None = None) -> Inputs | None:
     """Return the inputs of recomputed layers of a pass over `tokens`; None if the model's widths are unknown.
