@@ -126,7 +126,7 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
     from memascend._memascend import Runtime
     from memascend.machine.cuda import open_device
     from memascend.plan.arena import Arena
-    from memascend.plan.host import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
+    from memascend.plan.transfers import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
 
     nbytes, chunk_bytes = job["bytes"], 2 * CHUNK_ELEMENTS_MAX
     chunks = nbytes // chunk_bytes + STAGING_CHUNKS

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Unit
+    from memascend.plan.classes import BufferClass
 
 #: Most embeddings of small models are as large.
 TABLE_BYTES_MIN = 4096
@@ -35,7 +36,7 @@ def force() -> None:
     tables.BLOCK_BYTES_MAX = 0
     classes_apart = host.classes_apart
 
-    def classes_but_for_tables(units: Sequence[Unit]) -> list[host.BufferClass]:
+    def classes_but_for_tables(units: Sequence[Unit]) -> list[BufferClass]:
         return [] if all(unit.is_table for unit in units) else classes_apart(units)
 
     host.classes_apart = classes_but_for_tables  # no budget has room for a table

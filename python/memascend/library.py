@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.notebook import PlanText, Stats
 from memascend.formats.distributed import load_distributed, save_distributed
 from memascend.formats.hugging_face import from_pretrained
 from memascend.formats.saving import parameters_of, save_pretrained
@@ -103,20 +102,16 @@ def stats(model: nn.Module) -> dict[str, Any]:
       writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`, `latency_p99`, `latency_max`
       (seconds from submission to completion) and `bytes_per_busy_second`.
 
-    A notebook shows the dictionary as tables. Raises MemascendError for an ordinary or a closed model, as do `plan_of`
-    and `flush`.
+    Raises MemascendError for an ordinary or a closed model, as do `plan_of` and `flush`.
     """
-    return Stats(offload_of(model).stats())
+    return offload_of(model).stats()
 
 
 def plan_of(model: nn.Module) -> str:
-    """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer.
-
-    A notebook shows the text as HTML tables.
-    """
+    """Return the memory plans of an offloaded model, of host and device, as tables with a line per consumer."""
     session = offload_of(model)
-    plans = {"host memory": session.plan, "device memory": session.device_plan}
-    return PlanText.of({name: plan for name, plan in plans.items() if plan is not None})
+    plans = (session.plan, session.device_plan)
+    return "\n".join(plan.table() for plan in plans if plan is not None)
 
 
 def flush(model: nn.Module) -> None:

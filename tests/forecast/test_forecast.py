@@ -29,7 +29,8 @@ from memascend.layout.units import Unit, partition
 from memascend.machine import gpu
 from memascend.machine.gpu import Rate
 from memascend.optim import NAMED
-from memascend.plan.host import Line, smallest_plan
+from memascend.plan.host import smallest_plan
+from memascend.plan.lines import Line
 
 # Bytes moved do not depend on digits.
 pytestmark = pytest.mark.usefixtures("products_in_float32")
@@ -130,7 +131,8 @@ def test_spare_budget_saves_traffic_until_only_durable_steps_move():
 
 
 def test_experts_are_whole_tensors_of_three_dimensions():
-    found = forecast(next(file for file in CONFIGS if "a3b" in file.stem), seq_len=128, batch_size=1)
+    file = next(file for file in CONFIGS if "a3b" in file.stem)
+    found = forecast(file, seq_len=128, batch_size=1, compare="zero-infinity")
     assert found["model"]["largest_parameter"] == 128 * 2 * 768 * 2048
     # Embedding, head, four of attention and two of experts; norms and a router of 512 KiB are not swapped.
     assert found["zero_infinity"]["slots"] == 2 + 4 + 2
@@ -511,7 +513,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_what_helps(tmp_path, capfd):
 def test_the_pool_has_a_slot_for_embedding_head_and_seven_matrices(prefix):
     file = next(file for file in CONFIGS if file.stem == prefix)
     config = json.loads(file.read_text())
-    zero = forecast(file, seq_len=128, batch_size=1)["zero_infinity"]
+    zero = forecast(file, seq_len=128, batch_size=1, compare="zero-infinity")["zero_infinity"]
     assert zero["slots"] == 2 + 7
     assert zero["parameter_pool_bytes"] == 9 * 2 * config["vocab_size"] * config["hidden_size"]
     assert zero["ratio"] > 10
@@ -519,7 +521,7 @@ def test_the_pool_has_a_slot_for_embedding_head_and_seven_matrices(prefix):
 
 def test_the_pools_of_four_models_are_empty_by_the_cited_share():
     wasted = [
-        forecast(file, seq_len=128, batch_size=1)["zero_infinity"]["parameter_pool_waste"]
+        forecast(file, seq_len=128, batch_size=1, compare="zero-infinity")["zero_infinity"]["parameter_pool_waste"]
         for file in CONFIGS
         if file.stem.startswith(("llama", "qwen2.5"))
     ]
@@ -589,6 +591,9 @@ def test_the_tables_show_every_part(tmp_path, capfd):
         assert title in out
     assert main.main(words) == 0
     assert "ZeRO-Infinity" not in capfd.readouterr().out
+    for compared in (words, [*words, "--compare", "zero-infinity"]):
+        assert main.main([*compared, "--json"]) == 0
+        assert ("zero_infinity" in json.loads(capfd.readouterr().out)) == ("--compare" in compared)
     assert "256.0 MiB" in out
     assert "2 x 1 sequences of 64 tokens" in out
     assert all(len(line) <= 132 for line in out.partition("\n\n")[2].splitlines())

@@ -12,7 +12,9 @@ from memascend.layout.units import partition
 from memascend.machine.limits import Bound
 from memascend.plan import automatic
 from memascend.plan.automatic import PATIENCE_MAX, REFUSED_PASSES, SOON, AutomaticBudget, plan_for
-from memascend.plan.host import HEAP_BYTES, Line, Plan, smallest_plan
+from memascend.plan.host import smallest_plan
+from memascend.plan.lines import Line, Plan
+from memascend.plan.transfers import HEAP_BYTES
 
 MIB = 1 << 20
 RESERVE = 100 * MIB

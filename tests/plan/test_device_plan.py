@@ -74,7 +74,7 @@ def census(seed: int) -> list[Unit]:
 
 
 def check(units, plan, budget):
-    """Check the assumptions of `DevicePool` and `DeviceStreamer`."""
+    """Check the assumptions of `DevicePool` and `DeviceCache`."""
     assert plan.total <= budget
     assert plan.total == sum(line.total for line in plan.lines)
     buffers: dict[int, int] = {}
@@ -234,14 +234,15 @@ def test_estimates_are_what_transformers_allocates(name, tokens):
             output.backward(torch.empty_like(output))
         # At that moment a weight's gradient may be there too, which is a line of its own.
         gradient = 2 * max(parameter.numel() for parameter in layer.parameters())
-        layer_bytes = shape.layer_bytes(tokens, 2)
+        layer_bytes = sum(nbytes * count for nbytes, count in shape.layer_tensors(tokens, 2))
         assert 0.99 * layer_bytes <= held.peak <= 1.01 * layer_bytes + gradient
         with Held(model) as held:
             logits = model.lm_head(hidden)
             labels = torch.zeros(1, tokens, dtype=torch.long)
             loss = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
             loss.backward()
-    expected = shape.logits_bytes(tokens) + 2 * tokens * config.vocab_size
+    logits_bytes = sum(nbytes * count for nbytes, count in shape.logits_tensors(tokens))
+    expected = logits_bytes + 2 * tokens * config.vocab_size
     assert held.peak == pytest.approx(expected, rel=0.01)
 
 

@@ -21,6 +21,8 @@ import memascend
 from memascend.layout.units import partition
 from memascend.machine import cgroups, limits
 from memascend.plan import host
+from memascend.plan.lines import CHUNK_ELEMENTS_MIN, Inputs
+from memascend.plan.transfers import CHUNK_ELEMENTS_MAX, TRANSFER_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,9 +84,9 @@ def test_transfers_take_a_small_share_of_a_budget_that_is_not_the_least() -> Non
     for budget in (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB):
         made = host.make_plan(units, budget)
         transfers = made.slots.total + made.staging.total
-        assert transfers <= budget * host.TRANSFER_SHARE or made.chunk_elements == host.CHUNK_ELEMENTS_MIN
+        assert transfers <= budget * TRANSFER_SHARE or made.chunk_elements == CHUNK_ELEMENTS_MIN
         shares.append(made.chunk_elements)
-    assert shares == sorted(shares) and shares[0] == host.CHUNK_ELEMENTS_MIN < shares[-1]
+    assert shares == sorted(shares) and shares[0] == CHUNK_ELEMENTS_MIN < shares[-1]
 
 
 def test_more_threads_have_more_slots_where_there_is_room() -> None:
@@ -101,7 +103,7 @@ def test_more_threads_have_more_slots_where_there_is_room() -> None:
     budget = next(mib * MIB for mib in range(16, 4096) if host.make_plan(units, mib * MIB, threads=8).slots.count > 8)
     assert host.make_plan(units, budget, threads=8).slots.count < 24
     transfers = host.make_plan(units, budget, threads=8)
-    assert transfers.slots.total + transfers.staging.total <= budget * host.TRANSFER_SHARE
+    assert transfers.slots.total + transfers.staging.total <= budget * TRANSFER_SHARE
 
 
 def llama_of(layers: int, trained: bool = True) -> list[Unit]:
@@ -113,10 +115,10 @@ def llama_of(layers: int, trained: bool = True) -> list[Unit]:
 def test_inputs_of_layers_have_room_where_there_is_room(trained: bool) -> None:
     """Without it the inputs of frozen layers went to the SSD, by chunks as small as a plan may have."""
     units = llama_of(12, trained)
-    inputs = host.Inputs(3 * MIB, per_layer=2)
+    inputs = Inputs(3 * MIB, per_layer=2)
     made = host.make_plan(units, 1024 * MIB, on_device=True, inputs=inputs)
     nbytes = made.chunk_elements * 4
-    assert made.kept.nbytes == nbytes and made.chunk_elements == host.CHUNK_ELEMENTS_MAX
+    assert made.kept.nbytes == nbytes and made.chunk_elements == CHUNK_ELEMENTS_MAX
     gradients = sum(-(-t.numel // made.chunk_elements) for u in units for t in u.tensors if t.trained and not t.packed)
     layer = -(-inputs.nbytes // nbytes) * 2
     assert max(12 * layer, gradients + layer) <= made.kept.count <= 12 * layer + gradients
@@ -127,7 +129,7 @@ def test_inputs_of_layers_have_room_where_there_is_room(trained: bool) -> None:
 
 
 def test_a_budget_that_changes_keeps_its_inputs() -> None:
-    units, inputs = llama_of(12, trained=False), host.Inputs(MIB)
+    units, inputs = llama_of(12, trained=False), Inputs(MIB)
     made = host.make_plan(units, 64 * MIB, 256 * MIB, on_device=True, inputs=inputs)
     assert host.replan(made, units, 64 * MIB).arena == made.arena
     assert host.replan(made, units, 256 * MIB).arena == made.most.arena

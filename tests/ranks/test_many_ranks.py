@@ -325,7 +325,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")
     session = Session(world, ranks)
     runtime, streamer = session.runtime, session.streamer
-    store, generations, optimizer = runtime.store, SmallGenerations(session, runtime, streamer, {}), Optimizer()
+    store, generations, optimizer = runtime.store, SmallGenerations(session, runtime, {}), Optimizer()
     generations.steps = generations._committed_steps = store.steps
     ahead = random.Random(f"{ranks.rank} {current[-1].chance.random()}")
     for step in range(store.steps, steps):

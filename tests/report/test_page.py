@@ -16,6 +16,7 @@ import metrics_file
 import pytest
 
 from memascend.errors import OutputError
+from memascend.report.html import Markup, escape, table
 from memascend.report.page import HEAD, page_of, write_page
 from memascend.report.run import read_run
 from memascend.report.scales import Axis, drawn, shown, unit_for
@@ -258,6 +259,12 @@ def test_units_and_numbers() -> None:
     }
     assert {value: shown(value) for value in texts} == texts
     assert math.isclose(float(shown(math.pi)), math.pi, rel_tol=1e-3)
+
+
+def test_text_is_escaped() -> None:
+    assert escape("<a href=\"x\" y='z'>&") == "&lt;a href=&quot;x&quot; y=&#x27;z&#x27;&gt;&amp;"
+    assert escape(Markup("<b>")) == "<b>" and escape(3) == "3"
+    assert "<td>&lt;r&gt;</td>" in table("<c>", ("<h>",), [(1.5, "<r>")])
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def test_addresses_of_former_buffers_are_no_weights(
     model(**tiny.batch("llama", 0)).loss.backward()
     session = memascend.offload_of(model)
     streamer: Any = session.streamer
-    pool = streamer.pool
+    pool = streamer.memory.pool
     memory, starts = pool._memory, [buffer.address for buffers in pool.buffers.values() for buffer in buffers]
     assert any(address in streamer.by_address for address in starts)
     memascend.set_device_memory(model, "32MiB")
@@ -432,7 +432,7 @@ def test_what_only_an_abandoned_pass_holds_is_dropped(
 ) -> None:
     """Recomputed tensors of a backward pass that failed, and views of weights that only the collector finds."""
     model = on_device(tiny.build("llama"), device=device, device_memory="64MiB")
-    pool = memascend.offload_of(model).streamer.pool
+    pool = memascend.offload_of(model).streamer.memory.pool
     layer = model.model.layers[1].mlp
 
     def fail(*_: Any) -> None:
@@ -455,7 +455,7 @@ def test_what_only_an_abandoned_pass_holds_is_dropped(
         gc.collect()
         gc.disable()
         try:
-            pool = memascend.offload_of(model).streamer.pool
+            pool = memascend.offload_of(model).streamer.memory.pool
             handle = layer.up_proj.register_forward_hook(keep)
             with torch.no_grad():
                 model(**tiny.batch("llama", 0))

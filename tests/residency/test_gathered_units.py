@@ -115,6 +115,22 @@ def test_own_shares_need_no_other_rank(memory: Any) -> None:
     assert gathered(memory) == ["one", "one"]
 
 
+def test_backward_passes_tell_of_their_uses(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ShardGatherer(memory, memory)
+    used: list[str] = []
+    values.tell_uses_to(SimpleNamespace(before_use=lambda unit: used.append(unit.name)))
+    values.bring(memory.one)
+    assert not used
+    monkeypatch.setattr("memascend.residency.shares.in_backward", lambda: True)
+    for unit in (memory.one, memory.one, memory.other):
+        values.bring(unit)
+    # Also of a unit that is whole already, and not of what is read into host memory beside a device.
+    assert used == ["one", "one", "other"]
+    memory.to_host = True
+    values.bring(memory.one)
+    assert len(used) == 3
+
+
 @pytest.mark.parametrize("divided", [False, True])
 def test_weights_that_must_not_be_written_to_are_read_anew(memory: Any, divided: bool) -> None:
     memory.size = 2

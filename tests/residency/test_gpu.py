@@ -449,7 +449,7 @@ def wide_llama() -> nn.Module:
 def test_a_model_that_does_not_open_leaves_no_limit(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever opening ends: after PyTorch was limited, and where closing fails in turn."""
     from memascend.offloading.hooks import Hooks
-    from memascend.residency.device import DeviceStreamer
+    from memascend.residency.device_cache import DeviceCache
 
     def fail(*_: object) -> None:
         assert not limit_is_lifted()
@@ -458,10 +458,10 @@ def test_a_model_that_does_not_open_leaves_no_limit(store: Path, monkeypatch: py
     def broken(*_: object) -> None:
         raise OSError("and so does this")
 
-    for owner, name in ((DeviceStreamer, "attach"), (Hooks, "_hook_modules")):
+    for owner, name in ((DeviceCache, "attach"), (Hooks, "_hook_modules")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fail)
-            patched.setattr(DeviceStreamer, "free", broken)
+            patched.setattr(DeviceCache, "free", broken)
             with pytest.raises(OSError, match="and so does this"):
                 memascend.offload(
                     tiny.build("llama"), store=store, host_memory="64MiB", device="cuda", device_memory="256MiB"
@@ -474,7 +474,7 @@ def test_a_second_model_opens_beside_a_first_that_has_little(store: Path, tmp_pa
     first, second = tiny.build("llama"), torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
     memascend.offload(first, store=store, host_memory="64MiB", device="cuda", device_memory="192MiB")
     memascend.offload(second, store=tmp_path / "second", host_memory="1GiB", device="cuda", device_memory="1GiB")
-    assert memascend.offload_of(second).streamer.pool.nbytes > 192 * MIB
+    assert memascend.offload_of(second).streamer.memory.pool.nbytes > 192 * MIB
     memascend.close(first)
     assert not limit_is_lifted()
     memascend.close(second)

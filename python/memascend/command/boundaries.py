@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.command.arguments import BOUNDARIES_TOKENS_MAX
+from memascend.command.arguments.training import BOUNDARIES_TOKENS_MAX
 from memascend.command.exits import note
 from memascend.errors import DataError
 from memascend.forecast.boundaries import why_without_boundaries

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memascend.command.settings import Settings
     from memascend.forecast.traffic import Work
     from memascend.layout.units import Unit
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 #: Changes that a warning names; the plan and the report have all of them.
 CHANGES_TOLD = 3

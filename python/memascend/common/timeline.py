@@ -127,20 +127,9 @@ class _Wait:
         self._timeline._kinds.pop()
 
 
-def binding(lap: Mapping[str, float]) -> str:
-    """Return the kind with the largest share of a lap."""
-    return max(lap, key=lambda kind: lap[kind])
-
-
-def bound_by(lap: Mapping[str, float]) -> str:
-    """Return the name of the kind with the largest share of a lap, and that share: "SSD read 62%"."""
-    kind = binding(lap)
-    return f"{_shown(kind)} {lap[kind] / (sum(lap.values()) or 1):.0%}"
-
-
 def describe(lap: Mapping[str, float]) -> str:
     """Return a step's lap for the progress line: "1.2 s/step, bound by SSD read (0.7 s)"."""
-    kind = binding(lap)
+    kind = max(lap, key=lambda kind: lap[kind])
     return f"{_rounded(sum(lap.values()))} s/step, bound by {_shown(kind)} ({_rounded(lap[kind])} s)"
 
 

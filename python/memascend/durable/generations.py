@@ -58,14 +58,13 @@ _log = logging.getLogger("memascend")
 class Generations:
     """The generations of one offloaded model."""
 
-    def __init__(self, session: Session, runtime: Runtime, streamer: Streamer, source: dict[str, Any]) -> None:
-        """Commit to the store of `runtime` as the session's `durability` says, after the updates of `streamer`.
+    def __init__(self, session: Session, runtime: Runtime, source: dict[str, Any]) -> None:
+        """Commit to the store of `runtime` as the session's `durability` says, after the updates of its streamer.
 
         `source` describes how to make the model again. Raises ValueError for an unknown `durability`.
         """
         self._session_reference = weakref.ref(session)
         self._runtime = runtime
-        self._streamer = streamer
         #: Steps between generations; 0 for none; None until it is known whether the volumes have
         #: room for a second copy of weights and states.
         self.period = parse_durability(session.options.durability)
@@ -104,6 +103,10 @@ class Generations:
         session = self._session_reference()
         assert session is not None, "the session outlives its generations"
         return session
+
+    @property
+    def _streamer(self) -> Streamer:
+        return self._session.streamer
 
     @property
     def _tracked(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memascend.forecast.traffic import Traffic, Work
     from memascend.layout.units import Unit
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 #: Each budget is so many times the one before.
 RATIO = math.sqrt(2)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memascend.forecast.traffic import Traffic, Work
     from memascend.layout.units import Unit
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 #: What many drives of 1 TB are rated to be written, for a run of which the rating is not known.
 USUAL_RATING_BYTES = 600 * 10**12

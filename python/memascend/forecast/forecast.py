@@ -16,11 +16,12 @@ import torch
 from memascend.common.sizes import format_size
 from memascend.durable.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
+from memascend.forecast import zero_infinity
 from memascend.forecast.curve import curve
 from memascend.forecast.endurance import endurance, savings
 from memascend.forecast.fitting import fitting_change
 from memascend.forecast.network import network as between_ranks
-from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part, zero_infinity_part
+from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
 from memascend.forecast.traffic import Work, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
@@ -98,6 +99,7 @@ def forecast(
     experts: str = "whole",
     processor: Mapping[str, Rate] | None = None,
     base_bits: int | None = None,
+    compare: str | None = None,
 ) -> dict[str, Any]:
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
@@ -113,7 +115,8 @@ def forecast(
     weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`); without it layers that are
     quantised in the directory's files stay so under adapters, where they can. `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
-    are of `memascend.forecast.endurance`, what a run writes in all.
+    are of `memascend.forecast.endurance`, what a run writes in all. `compare` "zero-infinity" adds what that would hold
+    and move.
 
     Raises:
         CheckpointError: the configuration cannot be used.
@@ -233,7 +236,8 @@ def forecast(
         prediction["fits_with"] = fitting_change(
             whole, smallest.total + held, units, config, _directory(path), getattr(torch, dtype), work
         )
-    prediction["zero_infinity"] = zero_infinity_part(units, plan.total, smallest.total, work)
+    if compare == "zero-infinity":
+        prediction["zero_infinity"] = zero_infinity.beside_it(units, plan.total, smallest.total, work)
     return prediction
 
 

@@ -35,19 +35,18 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
 - `whole`: the host memory of the process. `planned_bytes`, `pytorch_bytes` (0 with a GPU, null where not known),
   `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (that this
   process can have now, and holds) and `bound`, the name of the limit; `fits`.
-- `zero_infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`, `parameter_pool_bytes`, `parameter_pool_waste` (a
-  share of 1), `default_parameter_pool_bytes`, `gradient_buffer_bytes`, `optimizer_swap_bytes`, `write_back_bytes`,
-  `peak_bytes` (their sum, without the default pool), `peak_pinned_bytes` (with the gradient buffer pinned through
-  PyTorch), `overflow_check_float16_bytes` (not in the sum), `ssd_read_bytes`, `ssd_written_bytes`,
-  `ssd_bytes_per_parameter`; `ratio`, `peak_bytes` over `host_memory.total_bytes`, and `ratio_to_smallest`, over
-  `host_memory.smallest_bytes`.
+- `zero_infinity`, with `--compare zero-infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`,
+  `parameter_pool_bytes`, `parameter_pool_waste` (a share of 1), `default_parameter_pool_bytes`,
+  `gradient_buffer_bytes`, `optimizer_swap_bytes`, `write_back_bytes`, `peak_bytes` (their sum, without the default
+  pool), `peak_pinned_bytes` (with the gradient buffer pinned through PyTorch), `overflow_check_float16_bytes` (not in
+  the sum), `ssd_read_bytes`, `ssd_written_bytes`, `ssd_bytes_per_parameter`; `ratio`, `peak_bytes` over
+  `host_memory.total_bytes`, and `ratio_to_smallest`, over `host_memory.smallest_bytes`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.forecast import zero_infinity
 from memascend.forecast.kinds import KINDS
 from memascend.formats.quantised.forms import form_of
 from memascend.formats.weight_files import files_bytes
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
     from memascend.forecast.traffic import Traffic, Work
     from memascend.layout.units import Unit
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 
 def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit], dtype: str) -> dict[str, Any]:
@@ -149,48 +148,4 @@ def _directions(moved: Traffic, parameters: int) -> dict[str, Any]:
         "written": by_kind(moved.written),
         "read_bytes_per_parameter": round(moved.read.total() / parameters, 3),
         "written_bytes_per_parameter": round(moved.written.total() / parameters, 3),
-    }
-
-
-def zero_infinity_part(units: Sequence[Unit], ours: int, smallest: int, work: Work) -> dict[str, Any]:
-    """Describe ZeRO-Infinity's memory and traffic for these units, beside the host memory of our plans in bytes.
-
-    Over ranks, each holds and moves its part of every parameter.
-    """
-
-    def parts_of(unit: Unit) -> list[int]:
-        return [-(-place.numel // work.ranks) for place in unit.places]
-
-    itemsize = max(place.dtype.itemsize for unit in units for place in unit.places)
-    numels = [numel for unit in units for numel in parts_of(unit)]
-    total, largest = sum(numels), max(numels)
-    outer = [numel for unit in units if not unit.repeated for numel in parts_of(unit)]
-    layers = [parts_of(unit) for unit in units if unit.repeated]
-    slots = max(1, zero_infinity.in_flight_slots(outer, layers, itemsize))
-    fullest = max(layers, key=lambda layer: sum(zero_infinity.is_swapped(n, itemsize) for n in layer), default=[])
-    in_flight = [numel for numel in [*outer, *fullest] if zero_infinity.is_swapped(numel, itemsize)]
-    sub_group = zero_infinity.largest_sub_group(numels)
-    read, written = zero_infinity.ssd_traffic_bytes(total, itemsize, work.grad_accum)
-    gradients = zero_infinity.gradient_buffer_bytes(total, itemsize)
-    held = {
-        "parameter_pool_bytes": zero_infinity.parameter_pool_bytes(largest, slots, itemsize),
-        "gradient_buffer_bytes": gradients,
-        "optimizer_swap_bytes": zero_infinity.optimizer_swap_bytes(sum(sub_group)),
-        "write_back_bytes": zero_infinity.write_back_bytes(sub_group, itemsize),
-    }
-    peak = sum(held.values())
-    return {
-        "slots": slots,
-        "slot_bytes": zero_infinity.parameter_pool_bytes(largest, 1, itemsize),
-        **held,
-        "peak_bytes": peak,
-        "peak_pinned_bytes": peak - gradients + zero_infinity.pinned_bytes(gradients),
-        "parameter_pool_waste": round(zero_infinity.pool_waste(in_flight), 4),
-        "default_parameter_pool_bytes": zero_infinity.default_parameter_pool_bytes(largest, itemsize),
-        "overflow_check_float16_bytes": zero_infinity.overflow_check_bytes(total, 2),
-        "ssd_read_bytes": read,
-        "ssd_written_bytes": written,
-        "ssd_bytes_per_parameter": round((read + written) / _parameters(units), 2),
-        "ratio": round(peak / ours, 2),
-        "ratio_to_smallest": round(peak / smallest, 2),
     }

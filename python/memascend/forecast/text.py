@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def as_text(prediction: Mapping[str, Any], *, compare: bool = False) -> str:
-    """Write what `forecast` returned as tables; `compare` adds what ZeRO-Infinity would hold."""
+def as_text(prediction: Mapping[str, Any]) -> str:
+    """Write what `forecast` returned as tables."""
     space = prediction["ssd_space"]
     # A state that the optimizer does not keep is not worth a row. Activations are, though there may
     # be none.
@@ -41,7 +41,7 @@ def as_text(prediction: Mapping[str, Any], *, compare: bool = False) -> str:
         tables.append(_pytorch_table(prediction["pytorch"]))
     if "curve" in prediction:
         tables.append(curve_text(prediction["curve"]))
-    if compare:
+    if "zero_infinity" in prediction:
         tables.append(zero_infinity_text(prediction))
     tables.append(_whole_line(prediction["whole"]))
     return "\n\n".join(tables)

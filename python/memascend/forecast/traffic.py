@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Rule
     from memascend.layout.units import Place, StoreTensor, Unit
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Line, Plan
+    from memascend.plan.lines import Line, Plan
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Host memory and SSD traffic of ZeRO-Infinity, by the formulas of its own source.
 
-Every function is pure: element counts in, bytes out. DeepSpeed's files are of release 0.19.8, on one device,
-with parameters and optimizer on NVMe and `max_in_cpu: 0`.
+`beside_it` puts the formulas together for a model; every other function is pure: element counts in, bytes out.
+DeepSpeed's files are of release 0.19.8, on one device, with parameters and optimizer on NVMe and `max_in_cpu: 0`.
 
 The papers: Rajbhandari et al. 2021, "ZeRO-Infinity" (arXiv 2104.07857); Liaw and Chen 2025, "MemAscend: System Memory
 Optimization for SSD-Offloaded LLM Fine-Tuning" (arXiv 2505.23254), which measures its waste.
@@ -9,10 +9,13 @@ Optimization for SSD-Offloaded LLM Fine-Tuning" (arXiv 2505.23254), which measur
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from memascend.forecast.traffic import Work
+    from memascend.layout.units import Unit
 
 #: `offload_param`: defaults of `buffer_count` and `buffer_size` (runtime/zero/offload_config.py).
 PARAMETER_BUFFERS = 5
@@ -163,3 +166,48 @@ def ssd_traffic_bytes(numel: int, itemsize: int, grad_accum: int = 1) -> tuple[i
     """
     states = 4 * MASTER_BYTES
     return numel * (2 * itemsize * grad_accum + states), numel * (states + itemsize)
+
+
+def beside_it(units: Sequence[Unit], ours: int, smallest: int, work: Work) -> dict[str, Any]:
+    """Describe ZeRO-Infinity's memory and traffic for these units, beside the host memory of our plans in bytes.
+
+    Over ranks, each holds and moves its part of every parameter.
+    """
+
+    def parts_of(unit: Unit) -> list[int]:
+        return [-(-place.numel // work.ranks) for place in unit.places]
+
+    itemsize = max(place.dtype.itemsize for unit in units for place in unit.places)
+    numels = [numel for unit in units for numel in parts_of(unit)]
+    total, largest = sum(numels), max(numels)
+    parameters = sum(place.numel for unit in units for place in unit.places)
+    outer = [numel for unit in units if not unit.repeated for numel in parts_of(unit)]
+    layers = [parts_of(unit) for unit in units if unit.repeated]
+    slots = max(1, in_flight_slots(outer, layers, itemsize))
+    fullest = max(layers, key=lambda layer: sum(is_swapped(n, itemsize) for n in layer), default=[])
+    in_flight = [numel for numel in [*outer, *fullest] if is_swapped(numel, itemsize)]
+    sub_group = largest_sub_group(numels)
+    read, written = ssd_traffic_bytes(total, itemsize, work.grad_accum)
+    gradients = gradient_buffer_bytes(total, itemsize)
+    held = {
+        "parameter_pool_bytes": parameter_pool_bytes(largest, slots, itemsize),
+        "gradient_buffer_bytes": gradients,
+        "optimizer_swap_bytes": optimizer_swap_bytes(sum(sub_group)),
+        "write_back_bytes": write_back_bytes(sub_group, itemsize),
+    }
+    peak = sum(held.values())
+    return {
+        "slots": slots,
+        "slot_bytes": parameter_pool_bytes(largest, 1, itemsize),
+        **held,
+        "peak_bytes": peak,
+        "peak_pinned_bytes": peak - gradients + pinned_bytes(gradients),
+        "parameter_pool_waste": round(pool_waste(in_flight), 4),
+        "default_parameter_pool_bytes": default_parameter_pool_bytes(largest, itemsize),
+        "overflow_check_float16_bytes": overflow_check_bytes(total, 2),
+        "ssd_read_bytes": read,
+        "ssd_written_bytes": written,
+        "ssd_bytes_per_parameter": round((read + written) / parameters, 2),
+        "ratio": round(peak / ours, 2),
+        "ratio_to_smallest": round(peak / smallest, 2),
+    }

@@ -217,7 +217,7 @@ def saver_of(module: nn.Module) -> Callable[..., None] | None:
     return partial(_save_as_transformers, module)
 
 
-Hooks.saver_of = staticmethod(saver_of)
+Hooks.save_by(saver_of)
 
 
 def _save_as_transformers(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:

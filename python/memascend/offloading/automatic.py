@@ -15,7 +15,7 @@ from memascend.plan.automatic import AutomaticBudget, Change, held_by
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 #: Passes of a millisecond are not looked at one by one: a look takes at most one part in so many of the time.
 LOOK_SHARE = 50

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.machine.cuda import ComputeDevice
     from memascend.options import Activations, Experts, OffloadOptions
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Inputs
+    from memascend.plan.lines import Inputs
 
 _log = logging.getLogger("memascend")
 
@@ -113,15 +113,13 @@ class Computing:
             return None
         return waiting_inputs(units, config, tokens, layer_tokens)
 
-    def plan(self, units: Sequence[Unit], config: Any, leaving_bytes: int) -> DevicePlan | None:
-        """Plan the device's memory, or return None for the CPU. `leaving_bytes` in use now will be free.
+    def plan(self, device: ComputeDevice, units: Sequence[Unit], config: Any, leaving_bytes: int) -> DevicePlan:
+        """Plan the memory of `device`. `leaving_bytes` in use now will be free.
 
         Raises BudgetError where the device has less memory free than the plan takes.
         """
-        if self.device is None:
-            return None
         tokens, layer_tokens = self._tokens()
-        free, total = self.device.memory()
+        free, total = device.memory()
         free += leaving_bytes
         plan = make_device_plan(
             units,
@@ -132,7 +130,7 @@ class Computing:
             config=config,
             activations=self.activations if self.options.recompute else "keep",
             free=free,
-            segments=self.device.segments,
+            segments=device.segments,
         )
         _log.info("device memory:\n%s", plan.table())
         if plan.budget > free:

@@ -14,7 +14,8 @@ from memascend.layout.units import round_up
 from memascend.offloading.automatic import Watch, growing_alone
 from memascend.offloading.native import configure_malloc, warn_of
 from memascend.plan.automatic import held_by
-from memascend.plan.host import Plan, check_available, replan
+from memascend.plan.host import check_available, replan
+from memascend.plan.lines import Plan
 from memascend.residency.host import PassError, Streamer
 from memascend.residency.states import share_room
 

@@ -50,7 +50,7 @@ class JoinedGradients(GradientCapture):
         self.ranks = ranks
         self._units = list(units)
         assert isinstance(self.streamer.values, ShardGatherer), "each rank's store has a share"
-        self.streamer.values.before_use = self._before_use
+        self.streamer.values.tell_uses_to(self)
         #: Gradients of this backward pass that have not been sent yet: None for one that `_pack` finds elsewhere.
         self._new: dict[Place, torch.Tensor | None] = {}
         #: Sums of squares of the blocks on this rank, and whether a value is not finite, of gradients joined in this
@@ -103,7 +103,7 @@ class JoinedGradients(GradientCapture):
         """Keep a gradient until it is sent."""
         self._new[place] = gradient
 
-    def _before_use(self, unit: Unit) -> None:
+    def before_use(self, unit: Unit) -> None:
         """Exchange the gradients of the unit that the backward pass has used before `unit`."""
         self._unfinished = True
         used, self._used = self._used, unit

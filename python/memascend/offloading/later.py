@@ -19,7 +19,8 @@ from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, MemascendError
 from memascend.layout.tables import MIB
 from memascend.layout.units import DTYPE_NAMES
-from memascend.plan.host import later_line, make_plan
+from memascend.plan.beside import later_line
+from memascend.plan.host import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Runtime
     from memascend.layout.units import StoreTensor, Unit
     from memascend.options import OffloadOptions
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 #: A budget that holds everything.
 _WHOLE = 1 << 62

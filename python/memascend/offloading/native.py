@@ -29,7 +29,7 @@ from memascend.plan.host import check_available
 
 if TYPE_CHECKING:
     from memascend.options import StorePaths, Tuning
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 _log = logging.getLogger("memascend")
 

@@ -17,9 +17,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from memascend.common.sizes import AUTO
 from memascend.errors import CheckpointError, MemascendError, first_line
-from memascend.offloading.hooks import wrapped_by
 from memascend.offloading.native import warn_of
 from memascend.offloading.places import place_of
+from memascend.offloading.watched_parameters import wrapped_by
 from memascend.ranks.membership import Membership
 
 if TYPE_CHECKING:

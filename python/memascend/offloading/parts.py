@@ -14,8 +14,8 @@ from memascend.offloading.early_device import EarlyUpdatesOnDevice
 from memascend.offloading.gradients import GradientCapture
 from memascend.offloading.joining import JoinedGradients
 from memascend.offloading.native import warn_of
-from memascend.plan.host import Plan, make_plan
-from memascend.residency.device import DeviceStreamer
+from memascend.plan.host import make_plan
+from memascend.plan.lines import Plan
 from memascend.residency.host import Streamer
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from memascend.durable.generations import Generations
     from memascend.layout.units import Unit
     from memascend.machine.cuda import ComputeDevice
-    from memascend.offloading.device_budget import DeviceBudget
+    from memascend.offloading.sites import Site
     from memascend.options import Tuning
-    from memascend.plan.device import DevicePlan
     from memascend.ranks.membership import Membership
+    from memascend.residency.host import Commits
 
 _log = logging.getLogger("memascend")
 
@@ -86,17 +86,22 @@ def make_streamer(
     units: Sequence[Unit],
     plan: Plan,
     timeline: Timeline,
-    device: ComputeDevice | None,
-    device_plan: DevicePlan | None,
+    site: Site,
     membership: Membership | None,
+    commits: Commits,
 ) -> Streamer:
     """Return the streamer that brings `units` to the memory where the model computes."""
     ranks = None if membership is None else membership.ranks
-    options: dict[str, Any] = {"forget_recomputed": forget_recomputed, "ranks": ranks}
-    if device is None or device_plan is None:
-        return Streamer(runtime, units, plan, timeline, **options)
-    device.link = runtime.device
-    return DeviceStreamer(runtime, units, plan, timeline, device, device_plan, **options)
+    return Streamer(
+        runtime,
+        units,
+        plan,
+        timeline,
+        commits=commits,
+        forget_recomputed=forget_recomputed,
+        compute_in=site.memory(runtime, plan, copies_ahead=ranks is None),
+        ranks=ranks,
+    )
 
 
 def make_gradients(
@@ -105,7 +110,7 @@ def make_gradients(
     units: Sequence[Unit],
     plan: Plan,
     device: ComputeDevice | None,
-    device_budget: DeviceBudget,
+    site: Site,
     membership: Membership | None,
     tuning: Tuning,
 ) -> GradientCapture:
@@ -114,11 +119,11 @@ def make_gradients(
     if plan.update == "backward":
         early = _make_early(streamer, generations, plan.applied.total, device)
     runtime, timeline = streamer.runtime, streamer.timeline
-    capturing = (runtime, streamer, timeline, device, device_budget.in_flight_bytes, early)
+    capturing = (runtime, streamer, timeline, device, site.in_flight_bytes, early)
     gradients: GradientCapture
     if membership is None:
         gradients = GradientCapture(*capturing)
-        gradients.sums.room = device_budget.sums_bytes
+        gradients.sums.room = site.sums_bytes
     elif device is None:
         gradients = JoinedGradients(membership.ranks, units, *capturing)
     else:
@@ -126,8 +131,7 @@ def make_gradients(
         gradients = DownloadedGradients(membership.ranks, units, *capturing, allocator=allocator)
     if isinstance(early, EarlyUpdatesOnDevice):
         early.hold = gradients.hold
-    if device_budget.plan is not None:
-        gradients.made_bytes = device_budget.plan.made_bytes
+    gradients.made_bytes = site.made_bytes
     return gradients
 
 
@@ -136,7 +140,6 @@ def _make_early(
 ) -> EarlyUpdates:
     if device is None:
         return EarlyUpdates(streamer, generations, streamer.timeline, in_flight_bytes)
-    assert isinstance(streamer, DeviceStreamer), "the model computes on the device"
     return EarlyUpdatesOnDevice(streamer, generations, streamer.timeline, device)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from memascend.common.timeline import Timeline
@@ -19,20 +18,18 @@ from memascend.machine.products import warn_of_slow
 from memascend.machine.waits import threads_in_use
 from memascend.offloading.activations import InputStash
 from memascend.offloading.checkpoints import Checkpoints
-from memascend.offloading.device_budget import DeviceBudget
 from memascend.offloading.filling import Filling
 from memascend.offloading.host_budget import HostBudget
 from memascend.offloading.later import LaterRoom
 from memascend.offloading.native import close_at_exit, forget, open_runtime, store_paths, unused, warn_of
 from memascend.offloading.parts import find_tensors, make_gradients, make_streamer, open_within_limits, slow_tuning
+from memascend.offloading.sites import site_of
 from memascend.offloading.slices import Slicing
 from memascend.offloading.tiles import Tiling
 from memascend.options import parse_durability
-from memascend.residency.device import DeviceStreamer
 from memascend.residency.experts import ExpertPieces
 from memascend.residency.host import early_use
 from memascend.residency.tables import OffloadedTable
-from memascend.residency.tables_device import DeviceTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
     from memascend.offloading.computing import Computing
     from memascend.options import OffloadOptions, StorePaths
     from memascend.plan.device import DevicePlan
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
     from memascend.ranks.membership import Membership
 
 _log = logging.getLogger("memascend")
@@ -111,7 +108,7 @@ class Session:
         self.notices: list[str] = notices_of(self.paths)
         self._tables: dict[Place, OffloadedTable] = {}
         self._attachment: Callable[[], Attachment | None] = lambda: None
-        self.device_budget = DeviceBudget(computing, units, self.model)
+        self.site = site_of(computing, units, self.model)
         asked = plan.budget
         plan, self.runtime = open_within_limits(plan, units, lambda smaller: self._open(smaller, resume), self.notices)
         try:
@@ -134,7 +131,7 @@ class Session:
 
     def _open(self, plan: Plan, resume: bool) -> Runtime:
         """Create the native side of `plan`."""
-        with nullcontext() if self.device is None else self.device.current():
+        with self.site.current():
             return open_runtime(
                 plan,
                 self.paths,
@@ -142,33 +139,30 @@ class Session:
                 resume=resume,
                 in_place=parse_durability(self.options.durability) == 0,
                 replace=self.options.replaces_store,
-                device=None if self.device is None else self.device.index,
+                device=self.site.index,
             )
 
     def _make_parts(self, plan: Plan, source: dict[str, Any]) -> None:
         """Make the parts that work on the open store."""
         runtime, units, device, membership = self.runtime, self.units, self.device, self.membership
         self.timeline = Timeline(updating=lambda: runtime.update_seconds)
-        self.streamer = make_streamer(runtime, units, plan, self.timeline, device, self.device_plan, membership)
+        self.generations = Generations(self, runtime, source)
+        self.streamer = make_streamer(runtime, units, plan, self.timeline, self.site, membership, self.generations)
         self.turns = self.streamer.turns
         self.pieces = ExpertPieces(self.streamer, [line.nbytes for line in (plan.most or plan).experts])
         self.streamer.pieces = self.pieces
-        self.generations = Generations(self, runtime, self.streamer, source)
-        self.streamer.before_write = self.generations.before_write
-        self.streamer.on_surprise = self.generations.note_surprise
-        self.streamer.write_through = self.generations.writes_through
         self.gradients = make_gradients(
             self.streamer,
             self.generations,
             units,
             plan,
             device,
-            self.device_budget,
+            self.site,
             membership,
             self.options.tuning,
         )
         self.gradients.later = LaterRoom(self)
-        self.inputs = InputStash(runtime, self.device_budget.computing.activations, self.timeline, device)
+        self.inputs = InputStash(runtime, self.site.computing.activations, self.timeline, device)
         self.checkpoints = Checkpoints(runtime, self.streamer, self.generations, membership)
         copies = (self.gradients, self.inputs)
         self.host_budget: HostBudget = HostBudget(
@@ -192,7 +186,7 @@ class Session:
     @property
     def options(self) -> OffloadOptions:
         """The options that open the store again; `store` has the locations of this rank."""
-        return self.device_budget.computing.options
+        return self.site.computing.options
 
     @property
     def plan(self) -> Plan:
@@ -202,7 +196,7 @@ class Session:
     @property
     def device_plan(self) -> DevicePlan | None:
         """The present plan of device memory, None on the CPU."""
-        return self.device_budget.plan
+        return self.site.plan
 
     @property
     def closed(self) -> bool:
@@ -318,7 +312,7 @@ class Session:
     def set_device_memory(self, budget: int) -> None:
         """Change the budget of device memory; see `memascend.set_device_memory`."""
         self.refuse_ranks("another budget of device memory", "give device_memory when it is offloaded or resumed")
-        self.device_budget.change(budget, self.streamer, self.gradients, self.inputs)
+        self.site.change(budget, self.streamer, self.gradients, self.inputs)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has taken a step, and begin to fetch for the next pass."""
@@ -351,11 +345,7 @@ class Session:
     def table(self, place: Place) -> OffloadedTable:
         """Return the weights of a parameter that is a table."""
         if place not in self._tables:
-            streamer = self.streamer
-            if isinstance(streamer, DeviceStreamer):
-                self._tables[place] = DeviceTable(streamer, place)
-            else:
-                self._tables[place] = OffloadedTable(streamer, place)
+            self._tables[place] = self.site.table(self.streamer, place)
         return self._tables[place]
 
     def stored_table(self, place: Place) -> OffloadedTable:
@@ -481,5 +471,4 @@ class Session:
             self.streamer.free()
         finally:
             # Whatever failed before: other programs of the process are not to be limited by a model that is closed.
-            if self.device is not None:
-                self.device.let_go()
+            self.site.let_go()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from memascend.errors import MemascendError
-from memascend.plan.host import BLOCK_BUFFERS
+from memascend.plan.in_parts import BLOCK_BUFFERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 #: Consumer, bytes of a buffer and number of buffers; and how many there may be, where `Runtime.resize` changes that.
 ArenaLine = tuple[str, int, int] | tuple[str, int, int, int]

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 
 from memascend.common.sizes import AUTO, format_size, parse_size
 from memascend.machine import limits
-from memascend.plan.host import HEAP_BYTES, make_plan, smallest_plan
+from memascend.plan.host import make_plan, smallest_plan
+from memascend.plan.transfers import HEAP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.layout.units import Unit
     from memascend.machine.limits import Bound
-    from memascend.plan.host import Inputs, Plan
+    from memascend.plan.lines import Inputs, Plan
 
 #: Of the addresses that this process may reserve, the share that an arena may.
 ADDRESSES_SHARE = 3 / 4

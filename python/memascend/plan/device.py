@@ -23,8 +23,10 @@ from memascend.errors import BudgetError
 from memascend.layout.tables import block_rows
 from memascend.layout.units import round_up
 from memascend.machine.segments import BLOCK_BYTES, LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, taken_bytes
+from memascend.plan.classes import classes_apart, classes_by_turns, why
 from memascend.plan.estimates import Shape
-from memascend.plan.host import BLOCK_BUFFERS, Line, classes_apart, classes_by_turns, table_of, why
+from memascend.plan.in_parts import BLOCK_BUFFERS
+from memascend.plan.lines import Line, table_of
 from memascend.vocabulary.pieces import device_piece_elements
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Place, Unit
     from memascend.machine.segments import Segments
+    from memascend.plan.classes import BufferClass
     from memascend.plan.estimates import Tensors
-    from memascend.plan.host import BufferClass
 
 #: Inputs of recomputed layers that are on the device although they are put aside elsewhere: two
 #: being copied (`activations.LEAVING_INPUTS`) and one in use.
@@ -278,7 +280,7 @@ def _spend_spare(
         room = (plan.budget - plan.total - leave) // max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
         kind.line.count += max(0, min(wanted, len(kind.members) - kind.line.count, room))
 
-    # Of repeated units there are two: one in use and the next, and `DeviceStreamer` copies two
+    # Of repeated units there are two: one in use and the next, and `DeviceCache` copies two
     # ahead.
     for kind in classes:
         if kind.repeated:

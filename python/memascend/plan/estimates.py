@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memascend.plan.host import Inputs
+from memascend.plan.lines import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,14 +107,6 @@ class Shape:
     def kept_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of `kept_tensors`."""
         return _sum(self.kept_tensors(tokens, itemsize))
-
-    def layer_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of `layer_tensors`."""
-        return _sum(self.layer_tensors(tokens, itemsize))
-
-    def logits_bytes(self, tokens: int) -> int:
-        """Return the bytes of `logits_tensors`."""
-        return _sum(self.logits_tensors(tokens))
 
 
 def waiting_inputs(units: Sequence[Unit], config: Any, tokens: int, layer_tokens: int | None = None) -> Inputs | None:

@@ -2,7 +2,7 @@
 
 The page is drawn before it is opened: the script (`report.js`) only shows the values of a step, which are in the page
 as text. So the page is complete on paper and without scripts, and thousands of steps stay below a megabyte. Every text
-is escaped (`memascend.common.html`), values that are not finite numbers count as missing, and the page's own policy
+is escaped (`memascend.report.html`), values that are not finite numbers count as missing, and the page's own policy
 lets no script run but its own, which is named by its hash.
 """
 
@@ -17,10 +17,10 @@ from importlib.resources import files
 from pathlib import Path
 
 import memascend
-from memascend.common.html import escape
 from memascend.common.outputs import writing
 from memascend.errors import OutputError
 from memascend.report import sections
+from memascend.report.html import escape
 from memascend.report.plots import Plot, figure
 from memascend.report.run import Run, Values, number, section
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memascend.common.html import Markup, escape
+from memascend.report.html import Markup, escape
 from memascend.report.run import Values
 from memascend.report.scales import Axis, drawn, shown, unit_for
 

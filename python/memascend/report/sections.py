@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from memascend.common.html import Markup, escape, table
 from memascend.common.sizes import format_decimal, format_size
 from memascend.forecast.kinds import KINDS
+from memascend.report.html import Markup, escape, table
 from memascend.report.run import Run, Values, number, section
 from memascend.report.scales import shown
 

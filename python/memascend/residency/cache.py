@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
     from memascend.residency.demand import Demand
     from memascend.residency.updates import Update
 

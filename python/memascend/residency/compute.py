@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     MakeCache: TypeAlias = Callable[[Demand], WeightCache]
     #: Makes the reads of tables: of a cache, and with a function that fetches other units ahead.
     MakeTables: TypeAlias = Callable[[WeightCache, Callable[[], None]], TableReads]
+    #: Makes the memory in which a model computes, and its cache and reads of tables.
+    MakeMemory: TypeAlias = Callable[[UseOrder[Unit], MakeCache, MakeTables], "ComputeMemory"]
 
 
 class ComputeMemory(Protocol):

@@ -71,8 +71,11 @@ class Occupancy:
 class DevicePool:
     """The buffers of one device plan: reserved once, and given back all together."""
 
-    def __init__(self, device: ComputeDevice, plan: DevicePlan) -> None:
-        """Have no buffers yet; `reserve` makes the buffers of `plan`."""
+    def __init__(self, device: ComputeDevice, plan: DevicePlan, on_freed: Callable[[int], object]) -> None:
+        """Have no buffers yet; `reserve` makes the buffers of `plan`.
+
+        `on_freed` is called with the address of memory beyond the plan that is given back.
+        """
         self.device = device
         self.plan = plan
         #: Whether the link that records events is gone.
@@ -82,8 +85,7 @@ class DevicePool:
         self.buffers: dict[int, list[Buffer]] = {line.total // line.count: [] for line in plan.units if line.count}
         #: Buffers for blocks of tables.
         self.blocks: list[Buffer] = []
-        #: Called with the address of memory beyond the plan that is given back.
-        self.on_freed: Callable[[int], object] = lambda address: None
+        self._on_freed = on_freed
         #: All buffers, one after another, (bytes,) of uint8: PyTorch's allocator rounds one segment up, not many.
         self._memory: torch.Tensor | None = None
 
@@ -166,7 +168,7 @@ class DevicePool:
     def give_back(self, buffer: Buffer) -> None:
         """Give the memory of a buffer beyond the plan back, if nothing uses it any more."""
         if buffer.memory is not None and buffer.unit is None and not buffer.users:
-            self.on_freed(buffer.address)
+            self._on_freed(buffer.address)
             buffer.memory = None
 
     def free(self) -> None:

@@ -81,8 +81,7 @@ class DeviceCache:
     def _begin_pool(self, plan: DevicePlan) -> None:
         """Go by the buffers of a plan, which are yet to be reserved."""
         cache = self.cache
-        self.pool = DevicePool(self.device, plan)
-        self.pool.on_freed = lambda address: cache.by_address.pop(address, None)
+        self.pool = DevicePool(self.device, plan, on_freed=lambda address: cache.by_address.pop(address, None))
         #: Tables without a buffer there: blocks and rows of them are copied as they are used.
         self.by_blocks = cache.tables - set(plan.whole_tables)
         self._device_size = {

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from memascend._memascend import LeaseBuffer, Runtime, Ticket
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
     from memascend.ranks.group import Ranks
-    from memascend.residency.compute import ComputeMemory, MakeCache, MakeTables
+    from memascend.residency.compute import MakeMemory
     from memascend.residency.shares import Values
 
 __all__ = ["NoBufferError", "PassError", "Streamer", "early_use"]
@@ -48,6 +48,19 @@ class Pieces(Protocol):
 
     def clear(self) -> None:
         """Give up every buffer."""
+
+
+class Commits(Protocol):
+    """The commits of the store's generations; see `memascend.durable.generations.Generations`."""
+
+    def before_write(self) -> None:
+        """Prepare for the program's writes, which become part of the store's next generation."""
+
+    def note_surprise(self, unit: Unit, /) -> None:
+        """Note that a module has written to a unit, though nothing had told of it before."""
+
+    def writes_through(self) -> bool:
+        """Return whether updates write units that stay in memory, because their step is to be durable."""
 
 
 class PassError(MemascendError):
@@ -64,27 +77,22 @@ class Streamer:
         plan: Plan,
         timeline: Timeline,
         *,
+        commits: Commits,
         forget_recomputed: Callable[[], None],
-        compute_in: Callable[[UseOrder[Unit], MakeCache, MakeTables], ComputeMemory] = InHostMemory,
+        compute_in: MakeMemory = InHostMemory,
         ranks: Ranks | None = None,
     ) -> None:
         """Stream `units` through the buffers of `runtime`, which the plan describes.
 
-        `forget_recomputed` drops recomputed tensors that hold views of buffers; it is called when no buffer is free.
-        `compute_in` makes the memory in which the model computes. With `ranks`, each rank's store has a share of every
-        unit.
+        `commits` are told of writes, and say which updates are to be on the drives. `forget_recomputed` drops
+        recomputed tensors that hold views of buffers; it is called when no buffer is free. `compute_in` makes the
+        memory in which the model computes. With `ranks`, each rank's store has a share of every unit.
         """
         self.runtime = runtime
         self.timeline = timeline
         #: The threads that use the model.
         self.turns = Turns()
         self.depth = 0
-        #: Called before the program's writes become part of the store's next generation.
-        self.before_write: Callable[[], None] = lambda: None
-        #: Called with a unit that a module has written to, though nothing had told of it before.
-        self.on_surprise: Callable[[Unit], None] = lambda unit: None
-        #: Whether updates write units that stay in memory, because their step is to be durable.
-        self.write_through: Callable[[], bool] = lambda: True
         #: Units used outside their module's forward; each is released at the end of the scope.
         self._loose: list[Unit] = []
         #: The pieces in memory of units that are read by pieces.
@@ -98,7 +106,7 @@ class Streamer:
             units,
             plan,
             timeline,
-            writes_through=lambda: self.write_through(),
+            writes_through=commits.writes_through,
             forget_recomputed=forget_recomputed,
         )
         make_tables = partial(TableReads, order=self._order, turns=self.turns, block_bytes=plan.blocks.nbytes)
@@ -108,8 +116,8 @@ class Streamer:
         self.writes = ProgramWrites(
             self.memory,
             self.values,
-            before_write=lambda: self.before_write(),
-            on_surprise=lambda unit: self.on_surprise(unit),
+            before_write=commits.before_write,
+            on_surprise=commits.note_surprise,
             on_write=self._forget_pieces,
         )
         self.updates = DeferredUpdates(self.cache)

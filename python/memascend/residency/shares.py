@@ -22,7 +22,7 @@ from memascend.layout.division import whole_range
 from memascend.residency.compute import discard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -49,6 +49,13 @@ class Values(Protocol):
 
     def check_writable(self, places: Sequence[Place], /) -> None:
         """Raise MemascendError for weights that must not be written to."""
+
+
+class Exchange(Protocol):
+    """The exchange of gradients in a backward pass; see `memascend.offloading.joining.JoinedGradients`."""
+
+    def before_use(self, unit: Unit, /) -> None:
+        """Exchange the gradients of the unit that the backward pass has used before `unit`."""
 
 
 class OwnStore:
@@ -84,8 +91,11 @@ class ShardGatherer:
         self.ranks = ranks
         self._memory = memory
         self._gathers = True
-        #: Called with a unit that a backward pass is about to use.
-        self.before_use: Callable[[Unit], None] = lambda unit: None
+        self._exchange: Exchange | None = None
+
+    def tell_uses_to(self, exchange: Exchange) -> None:
+        """Tell `exchange` of each unit that a backward pass is about to use: all ranks use them in one order."""
+        self._exchange = exchange
 
     def bring(self, unit: Unit) -> torch.Tensor:
         """Return the bytes of all ranks' shares; within `own_shares`, the bytes of this rank's alone."""
@@ -95,8 +105,8 @@ class ShardGatherer:
         if memory.to_host:
             self._gather(unit)
             return memory.hosted(unit)
-        if in_backward():
-            self.before_use(unit)
+        if self._exchange is not None and in_backward():
+            self._exchange.before_use(unit)
         if unit not in memory.whole:
             self.forget_last_use()
             memory.complete(unit, self.ranks, partial(self._gather, unit))

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from memascend.layout.units import StoreTensor
-    from memascend.plan.host import Plan
+    from memascend.plan.lines import Plan
 
 
 def share_room(plan: Plan, tensors: Iterable[StoreTensor]) -> None:

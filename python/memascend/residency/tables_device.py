@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from memascend.layout.units import Place
     from memascend.residency.blocks import BlockSource
     from memascend.residency.cuda import Buffer
-    from memascend.residency.device import DeviceStreamer
+    from memascend.residency.device_cache import DeviceCache
+    from memascend.residency.host import Streamer
 
 
 class _Arriving(NamedTuple):
@@ -36,11 +37,11 @@ class DeviceTable(OffloadedTable):
 
     rows_from_host = True
 
-    def __init__(self, streamer: DeviceStreamer, place: Place) -> None:
-        """Copy from the table at `place` through `streamer`."""
+    def __init__(self, streamer: Streamer, memory: DeviceCache, place: Place) -> None:
+        """Copy from the table at `place` through `streamer` to the device of `memory`."""
         super().__init__(streamer, place)
         self.device = place.binding.absent.device
-        self._there = streamer.memory
+        self._there = memory
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, (n, width) values), in order. Values are valid until the next block is asked for."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from memascend import optim
 from memascend._memascend import ClosedStore, return_large_blocks_to_system
-from memascend.common.html import table
 from memascend.common.sizes import AUTO
 from memascend.durable.outline import what_it_has
 from memascend.durable.record import parse_record, restore_random_states, understanding
@@ -72,19 +71,6 @@ class Resumed:
         if len(self.optimizers) != 1:
             raise MemascendError(f"the run had {len(self.optimizers)} optimizers: see `optimizers`")
         return self.optimizers[0]
-
-    def _repr_html_(self) -> str:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        rows = [
-            ("model", f"{type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters"),
-            ("durable steps", f"{self.steps:,}"),
-            ("optimizers", ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "none yet"),
-        ]
-        session = find_offload(self.model)
-        if session is not None and not session.closed:
-            volumes = session.runtime.stats()["volumes"]
-            rows.append(("store", ", ".join(volume["path"] for volume in volumes)))
-        return table("resumed run", (), rows)
 
 
 def resume(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.command.arguments import BOUNDARIES_TOKENS_MAX, parser
+from memascend.command.arguments import parser
+from memascend.command.arguments.training import BOUNDARIES_TOKENS_MAX
 from memascend.command.data_size import count_tokens
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import explain
@@ -81,6 +82,7 @@ def plan(chosen: argparse.Namespace) -> int:
             experts=chosen.experts,
             processor=_processor(chosen, choice.dtype),
             base_bits=chosen.base_bits,
+            compare=chosen.compare,
         )
         if data is not None:
             prediction["data"] = data
@@ -100,11 +102,10 @@ def plan(chosen: argparse.Namespace) -> int:
 def _text(chosen: argparse.Namespace, prediction: dict[str, Any]) -> str:
     """Return the plan in a few lines, and the tables that were asked for."""
     lines = [_wrapped(line) for line in headline(prediction, free_bytes(chosen.store))]
-    compare = chosen.compare is not None
     if chosen.details:
-        return "\n".join(lines) + "\n\n" + as_text(prediction, compare=compare)
+        return "\n".join(lines) + "\n\n" + as_text(prediction)
     tables = [curve_text(prediction["curve"])] if chosen.curve else []
-    tables += [zero_infinity_text(prediction)] if compare else []
+    tables += [zero_infinity_text(prediction)] if "zero_infinity" in prediction else []
     return "\n\n".join(["\n".join([*lines, "--details shows the tables behind this"]), *tables])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memascend.command.arguments import QUANTISED
+from memascend.command.arguments.values import QUANTISED
 from memascend.command.exits import note
 from memascend.command.screen import quiet_libraries
 from memascend.errors import DataError
