@@ -82,12 +82,20 @@ def test_options_have_the_bits_of_peft_in_memory(
     assert "target_modules" not in made or named == set(made["target_modules"])
 
 
-def test_copies_of_modules_are_trained_in_memory(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    saved = words(model_dir, "out", "--modules-to-save", "lm_head", "--lora-targets", "q_proj")
-    assert main.main(saved) == main.BAD_INPUT
-    assert "--modules-to-save trains copies of whole modules" in capfd.readouterr().err
-    run(in_memory(saved), capfd)
-    assert any("lm_head" in name for name in results(model_dir.parent / "out")[1])
+def test_copies_of_modules_are_trained_and_trained_further(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room, options = model_dir.parent, ("--modules-to-save", "lm_head", "--lora-targets", "q_proj")
+    run(words(model_dir, "out", *options), capfd)
+    run(in_memory(words(model_dir, "memory", *options)), capfd)
+    assert_same(room / "out", room / "memory")
+    assert any("lm_head" in name for name in results(room / "out")[1])
+    further = ["--adapter", str(room / "out")]
+    run(words(model_dir, "further", *further, lora_rank=None), capfd)
+    run(in_memory(words(model_dir, "again", *further, lora_rank=None)), capfd)
+    assert_same(room / "further", room / "again")
+    run(["merge", str(room / "further"), "--out", str(room / "merged")], capfd)
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    merged = peft.PeftModel.from_pretrained(base, room / "further").merge_and_unload().state_dict()
+    tiny.assert_same_weights(load_file(room / "merged" / "model.safetensors"), merged)
     unknown = words(model_dir, "other", "--modules-to-save", "nothing")
     assert main.main(in_memory(unknown)) == main.BAD_INPUT
     assert "--modules-to-save 'nothing': no module of the model has that name" in capfd.readouterr().err
@@ -173,7 +181,10 @@ def test_adapters_that_do_not_fit_are_refused(model_dir: Path, capfd: pytest.Cap
         return shutil.copytree(room / "first", room / name)
 
     run(in_memory(words(model_dir, "first", "--lora-targets", "q_proj", "v_proj")), capfd)
-    run(in_memory(words(model_dir, "copies", "--modules-to-save", "lm_head")), capfd)
+    tied = shutil.copytree(model_dir, room / "tied")
+    described = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tied / "config.json").write_text(json.dumps(described))
+    remade(copy("copies"), modules_to_save=["lm_head"], base_model_name_or_path=str(tied))
     (copy("damaged") / "adapter_model.safetensors").write_bytes(b"none")
     (copy("empty") / "adapter_model.safetensors").unlink()
     quantised = shutil.copytree(model_dir, room / "quantised")
@@ -187,12 +198,13 @@ def test_adapters_that_do_not_fit_are_refused(model_dir: Path, capfd: pytest.Cap
         (remade(copy("larger"), r=8), "do not fit the model: size mismatch for"),
         (room / "damaged", "holds weights that cannot be read"),
         (room / "empty", "holds no weights of adapters"),
-        (room / "copies", "holds copies of whole modules (lm_head)"),
     ):
         merge = ["merge", str(adapters), "--out", str(room / "merged")]
         for given in (words(model_dir, "out", "--adapter", str(adapters), lora_rank=None), merge):
             assert main.main(given) == main.BAD_INPUT
             assert told in capfd.readouterr().err
+    assert main.main(["merge", str(room / "copies"), "--out", str(room / "merged")]) == main.BAD_INPUT
+    assert "holds copies of whole modules (lm_head), and the embedding and the head" in capfd.readouterr().err
     remade(room / "first", base_model_name_or_path=str(quantised))
     assert main.main(["merge", str(room / "first"), "--out", str(room / "merged")]) == main.BAD_INPUT
     assert "whose weights are quantised" in capfd.readouterr().err

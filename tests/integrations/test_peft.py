@@ -248,18 +248,37 @@ def test_merging_into_files_is_refused(tmp_path: Path, store: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["modules_to_save", "layer norms"])
-def test_copies_of_modules_on_ssd_are_refused(offloaded: Callable[..., nn.Module], method: str) -> None:
+def test_copies_of_modules_on_ssd_are_ordinary_modules(offloaded: Callable[..., nn.Module], method: str) -> None:
     config = (
         peft.LoraConfig(target_modules=TWO, modules_to_save=["lm_head"])
         if method == "modules_to_save"
         else peft.LNTuningConfig(target_modules=["input_layernorm"], **CAUSAL)
     )
-    base = offloaded(build())
-    with pytest.raises(memascend.MemascendError, match=r"modules_to_save.* add them before memascend\.offload"):
-        adapt(base, config)
-    memascend.close(base)
-    expected, ours = adapt(build(), config), offloaded(adapt(build(), config))
-    assert_same([*steps(ours), values(ours)], [*steps(expected), values(expected)])
+
+    def frozen() -> nn.Module:
+        return build().requires_grad_(False)
+
+    expected = adapt(frozen(), config)
+    theirs = [*steps(expected), values(expected)]
+    for make in (lambda: adapt(offloaded(frozen()), config), lambda: offloaded(adapt(frozen(), config))):
+        ours = make()
+        assert_same([*steps(ours), values(ours)], theirs)
+        memascend.close(ours)
+
+
+def test_the_copy_of_a_large_head_computes_its_loss_in_pieces(offloaded: Callable[..., nn.Module]) -> None:
+    config = peft.LoraConfig(target_modules=TWO, modules_to_save=["lm_head"])
+
+    def large() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 1 << 16, "hidden_size": 64, "num_hidden_layers": 1}
+        return LlamaForCausalLM(LlamaConfig(**tiny.SMALL_DECODER | sizes)).requires_grad_(False).train()
+
+    expected = adapt(memascend.fuse_loss(large()), config)
+    theirs = [*steps(expected), values(expected)]
+    ours = adapt(offloaded(large()), config)
+    assert any(unit.is_table for unit in memascend.offload_of(ours).units)
+    assert_same([*steps(ours), values(ours)], theirs)
 
 
 def test_pefts_own_saving_of_trained_biases_has_the_bits_of_memory(

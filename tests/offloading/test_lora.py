@@ -345,6 +345,21 @@ def test_weights_read_from_their_files(
     assert {path: path.read_bytes() for path in files} == before
 
 
+def test_several_runs_read_the_files_of_one_model(from_files: Callable[..., nn.Module], tmp_path: Path) -> None:
+    """Their steps alternate, and one goes on when the other has ended."""
+    first, second = (
+        adapt(from_files(store=tmp_path / name), r=r, lora_dropout=0.0) for name, r in (("one", 8), ("two", 4))
+    )
+    expected = {r: Run(adapt(in_memory(tmp_path / "model"), r=r, lora_dropout=0.0), range(2)) for r in (8, 4)}
+    begun = Run(first, range(1))
+    Run(second, range(2)).assert_same(expected[4])
+    memascend.close(second)
+    again = Run(first, range(1, 2), begun.optimizer)
+    assert torch.equal(begun.losses[0], expected[8].losses[0])
+    assert torch.equal(again.losses[0], expected[8].losses[1])
+    tiny.assert_same_weights(again.weights, expected[8].weights)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "t5", "mixtral", "qwen3_moe"])
 def test_files_of_other_architectures(from_files: Callable[..., nn.Module], tmp_path: Path, architecture: str) -> None:
     model = from_files(architecture)

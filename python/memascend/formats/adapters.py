@@ -47,17 +47,11 @@ def model_of(directory: Path, tell: Callable[[str], None]) -> Path:
     )
 
 
-def check_copies(directory: Path) -> None:
-    """Raise CheckpointError for adapters with copies of whole modules, which a model in a store has no place for."""
+def copied_modules(directory: Path) -> list[str]:
+    """Return the names of modules that adapters in a directory have whole copies of."""
     config = read_json(directory / CONFIG_NAME)
     copied = config.get("modules_to_save") if isinstance(config, dict) else None
-    if copied:
-        listed = ", ".join(map(str, copied if isinstance(copied, list) else [copied]))
-        raise CheckpointError(
-            f"{directory} holds copies of whole modules ({listed}), which a model in a store has "
-            "no place for: train it further with --in-memory, or merge it in memory with PEFT (merge_and_unload) and "
-            "give the model directory that this writes"
-        )
+    return list(map(str, copied if isinstance(copied, list) else [copied] if copied else []))
 
 
 def add_as_in(directory: Path, model: nn.Module, *, trained: bool, **options: Any) -> Any:

@@ -34,6 +34,7 @@ from memascend.offloading.binding import disguise
 from memascend.offloading.buffers import collected_by_checkpoint
 from memascend.offloading.caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.offloading.casts import CastWeights
+from memascend.offloading.copying import copy_of_module, refuse_copy
 from memascend.offloading.native import close_when_unused
 from memascend.offloading.places import place_of, register
 from memascend.offloading.replaced import Replacements
@@ -112,6 +113,8 @@ class Hooks:
         session.streamer.attach()
         self._hook_modules(model)
         self._replaced.surround(model, partial(self._whole, model))
+        for module in self._replaced.modules():
+            self._replaced.replace(module, "__deepcopy__", partial(self._copy, module))
         # The session must not keep the model alive, to which some modules refer. The units' modules are not asked for
         # any more.
         for unit in session.units:
@@ -189,6 +192,15 @@ class Hooks:
             unit = self._owners.get(parameter)
             if unit is not None:
                 streamer.enter_loose(unit)
+
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Copy a part of the model, as `copy.deepcopy` does."""
+        if module is self._model:
+            refuse_copy()
+        in_pieces = self.session.options.fused_loss is not False and self.session.device is None
+        tables = self._tables - self._experts if in_pieces else set()
+        hooks = {handle.id for handle in self._handles}
+        return copy_of_module(module, memo, self._replaced.of(module), hooks, tables)
 
     # ---- forwards ---------------------------------------------------------------------------------------
 

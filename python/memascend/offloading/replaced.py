@@ -42,6 +42,14 @@ class Replacements:
         self.layers = "model"
         self.said_uncompiled = False
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules of which an attribute is replaced."""
+        return list(dict.fromkeys(module for module, *_ in self._originals))
+
+    def of(self, module: nn.Module) -> list[tuple[str, Any]]:
+        """Return each replaced attribute of a module with its previous entry in `__dict__`, or None, in their order."""
+        return [(name, previous) for of, name, previous in self._originals if of is module]
+
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Replace an attribute of a module until `give_back`."""
         self._originals.append((module, name, module.__dict__.get(name)))

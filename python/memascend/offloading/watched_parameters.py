@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.errors import MemascendError
+from memascend.offloading.copying import refuse_copy
 from memascend.offloading.places import place_of
 from memascend.offloading.stand_ins import is_stand_in
 
@@ -56,14 +57,7 @@ class WatchedParameters(dict):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy would share the original's forward, and train no parameters of its own.
-        raise MemascendError(
-            "a module of an offloaded model cannot be copied: its parameters are on SSD. For an average of the weights "
-            "(EMA, torch.optim.swa_utils.AveragedModel) copy the model before memascend.offload: "
-            "average.update_parameters(model) then reads the weights, and the average is whole in memory. Or average "
-            "the files of memascend.save_checkpoint and memascend export. For adapters that copy modules (PEFT's "
-            "modules_to_save) add them before memascend.offload"
-        )
+        refuse_copy()
 
 
 def guard(module: nn.Module, replaced: Replacements, is_offloaded: Callable[[nn.Parameter], bool]) -> RemovableHandle:

@@ -11,7 +11,8 @@ import torch
 
 from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.errors import CheckpointError
-from memascend.formats.adapters import CONFIG_NAME, check_copies, is_adapter, load_adapters, model_of
+from memascend.formats.adapters import CONFIG_NAME, copied_modules, is_adapter, load_adapters, model_of
+from memascend.formats.config import load_config
 from memascend.formats.distributed import save_distributed
 from memascend.formats.gguf import write_gguf
 from memascend.formats.hugging_face import from_pretrained
@@ -115,12 +116,17 @@ def _merged(adapter: Path, out: Path, store: Path, how: Export) -> str:
         import peft  # noqa: F401
     except ImportError as error:
         raise CheckpointError("adapters need the package peft: pip install 'memascend[cli]'") from error
-    check_copies(adapter)
     directory = model_of(adapter, how.tell)
     if form_of(directory) is not None:
         raise CheckpointError(
             f"{adapter} holds adapters of {directory}, whose weights are quantised, and adapters are merged into "
             f"weights in 16 bits: put the directory of these into base_model_name_or_path of {CONFIG_NAME}"
+        )
+    copied = copied_modules(adapter)
+    if copied and load_config(directory).get_text_config().tie_word_embeddings:
+        raise CheckpointError(
+            f"{adapter} holds copies of whole modules ({', '.join(copied)}), and the embedding and the head of "
+            f"{directory} are one tensor, which a copy would part: merge it in memory with PEFT (merge_and_unload)"
         )
     model = from_pretrained(directory, store=store, host_memory=how.host_memory, dtype="auto", frozen="store")
     session = offload_of(model)
