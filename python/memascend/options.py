@@ -153,7 +153,9 @@ class OffloadOptions:
     begin, nor may options of the optimizer change between `backward()` and `step()`; each of these is refused with an
     error that says so. A gradient that the program has clipped, read or added to in the first step waits for `step()`
     as with "forward", and so do small tensors and vocabularies that are read by blocks. With nonfinite="propagate"."""
-    experts: Experts = "whole"
+    experts: Experts = field(
+        default="whole", metadata={"help": "read experts of a mixture with their layer, or in pieces: one by one"}
+    )
     """How the experts of a mixture are read; the bits are the same either way. "whole": with their layer, which has to
     fit in memory. "pieces": one by one, those alone that tokens were routed to, so that the least `host_memory` is set
     by an expert and by the rest of a layer. Gradients of trained experts are made and put aside one by one too, and

@@ -16,7 +16,7 @@ import memascend
 from memascend.command.answers import room
 from memascend.command.answers.generating import Generation
 from memascend.command.answers.room import Room, cache_bytes, divide, speed_text
-from memascend.command.answers.sources import opened, source_of
+from memascend.command.answers.sources import Opening, opened, source_of
 from memascend.command.answers.texts import read_prompts
 from memascend.command.main import BAD_INPUT, main
 from memascend.errors import BudgetError, DataError
@@ -170,7 +170,7 @@ def test_what_a_pass_reads_is_said_before(model: Any, tmp_path: Path, monkeypatc
     made, _ = model
     source = source_of([tmp_path / "model"])
     divided = Room((14 if made.config.vocab_size == 400 else 30) << 20, 2, 0)
-    with opened(source, divided, tmp_path) as streamed:
+    with opened(source, divided, Opening(tmp_path)) as streamed:
         told = speed_text(streamed, source.weights, divided, 1000)
         generation = Generation(NEW, 0.0)
         generation.answers(streamed, [[1, 2, 3]] * 2)
@@ -186,7 +186,7 @@ def test_what_a_pass_reads_is_said_before(model: Any, tmp_path: Path, monkeypatc
     assert "and that gives each of 2 sequences one" in told
     enough = re.search(r"--host-memory ([\d.]+)MiB keeps", told)
     assert enough is not None, told
-    with opened(source, Room(int(float(enough[1]) * (1 << 20)), 1, 0), tmp_path) as kept:
+    with opened(source, Room(int(float(enough[1]) * (1 << 20)), 1, 0), Opening(tmp_path)) as kept:
         assert "stays in memory" in speed_text(kept, source.weights, Room(0, 1, 0))
 
 

@@ -16,6 +16,7 @@ from commands import command, in_memory, words_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import memascend
 from memascend.command import adapters, main
 
 if TYPE_CHECKING:
@@ -61,6 +62,27 @@ def test_a_killed_run_ends_as_one_over_the_weights_of_bitsandbytes(
     assert main.main(words(model_dir, "plain")) == 0, capfd.readouterr().err
     ours, theirs = (load_file(room / out / "adapter_model.safetensors") for out in ("out", "plain"))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_answers_are_those_of_the_quantised_weights(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    room = model_dir.parent
+    (room / "prompts.txt").write_text("7 times\n")
+    model = memascend.from_pretrained(model_dir, store=room / "s", host_memory="64MiB", frozen="store", frozen_bits=4)
+    memascend.save_pretrained(model, room / "dequantised")
+    memascend.close(model)
+
+    def answers(directory: Path, *flags: str) -> str:
+        given = ["generate", str(directory), "--prompts", str(room / "prompts.txt"), "--temperature", "0", "--raw"]
+        given += ["--max-new-tokens", "24", "--host-memory", "64MiB", "--store", str(room), *flags]
+        code, (out, told) = main.main(given), capfd.readouterr()
+        assert code == 0, told
+        return out
+
+    found = answers(model_dir, "--base-bits", "4")
+    assert found == answers(room / "dequantised") != answers(model_dir)
+    given = ["generate", str(model_dir), "--prompts", str(room / "prompts.txt"), "--store", str(room)]
+    assert main.main([*given, "--base-bits", "4", "--experts", "pieces"]) == main.BAD_INPUT
+    assert "frozen_bits cannot be had yet with experts='pieces'" in capfd.readouterr().err
 
 
 def test_options_that_do_not_go_with_it_are_refused(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,17 @@ def test_a_drive_without_room_is_named(
     assert not _unnamed(tmp_path)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_in_memory_is_quantised_as_one_that_is_read(
+    bits: int, opened: Callable[..., nn.Module], offloaded: Callable[..., nn.Module]
+) -> None:
+    read = opened(models.moe(), bits)
+    ours = offloaded(models.moe().requires_grad_(False), frozen_bits=bits)
+    found, wanted = dict(memascend.parameters_of(ours)), dict(memascend.parameters_of(read))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert any(unit.bits == bits for unit in offload_of(ours).units)
+
+
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
@@ -269,4 +280,26 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(options: dict[str, Any], 
     given = {"store": tmp_path / "store", "host_memory": "64MiB", "frozen": "store", "frozen_bits": 4} | options
     with pytest.raises(ValueError, match=told):
         memascend.from_pretrained(tmp_path / "model", **given)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "told"),
+    [
+        (lambda model: model.requires_grad_(True), {}, r"is not trained, and model\.embed_tokens\.weight is: give"),
+        (lambda model: model.float(), {}, r"no such weights in bfloat16"),
+        (lambda model: model.to("meta"), {}, r"has no values \(it is on meta\): memascend\.from_pretrained"),
+        (lambda model: model, {"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8"),
+        (lambda model: model, {"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
+        (lambda model: model, {"experts": "pieces"}, "cannot be had yet with experts='pieces'"),
+        (lambda model: model, {"store": "UUID=1234-5678"}, "is a raw block device: give a directory as store"),
+    ],
+)
+def test_a_model_in_memory_that_cannot_be_quantised_is_refused(
+    prepare: Callable[[nn.Module], nn.Module], options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    model = prepare(models.llama().requires_grad_(False))
+    given = {"store": tmp_path / "store", "host_memory": "64MiB", "frozen_bits": 4} | options
+    with pytest.raises(ValueError, match=told):
+        memascend.offload(model, **given)
     assert not (tmp_path / "store").exists()

@@ -21,6 +21,7 @@ from memascend.common.outputs import sync, writing
 from memascend.errors import DataError, first_line
 from memascend.formats.adapters import add_as_in, load_adapters
 from memascend.formats.json_files import read_json
+from memascend.layout.experts import adapted_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +66,7 @@ def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
     """Return a model of PEFT with new adapters.
 
     Those at every linear layer are at experts too that transformers fuses into one parameter, where PEFT knows the
-    architecture.
+    architecture, unless experts are read one by one.
     """
     import peft
 
@@ -82,6 +83,8 @@ def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
         modules_to_save=list(adapters.modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
+    if adapters.experts == "pieces" and not adapters.targets:
+        _leave_experts_out(config, model)
     with warnings.catch_warnings():
         # PEFT 0.21 gives fused experts the rank of their parts together, and looks for their name among modules.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
@@ -94,6 +97,31 @@ def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
         # Of those given, PEFT has taken away the parts of fused experts, which are no modules.
         _check_names("--lora-targets", sorted(adapted.peft_config["default"].target_modules), paths)
     return adapted
+
+
+def _leave_experts_out(config: Any, model: nn.Module) -> None:
+    """Have a configuration for every linear layer name those that PEFT takes for this model, without its experts."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # A PEFT that knows no fused experts.
+        return
+    convert_peft_config_for_transformers(config, model, None)
+    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim == 2]
+    named = config.target_parameters or ()
+    config.target_parameters = sorted(name for name in named if any(path.endswith(f".{name}") for path in matrices))
+    config.rank_pattern, config.alpha_pattern = {}, {}  # Of the experts.
+
+
+def _refuse_on_experts(adapted: nn.Module, adapters: Adapters) -> None:
+    """Raise DataError where fused experts, which are to be read one by one, have adapters."""
+    names = adapted_experts(adapted)
+    if not names:
+        return
+    whose = f"--adapter {adapters.directory}" if adapters.directory else f"--lora-targets {' '.join(adapters.targets)}"
+    raise DataError(
+        f"{whose} has adapters on {names[0]} of all experts of a layer at once, and --experts pieces reads them one by "
+        "one: leave out either"
+    )
 
 
 def _check_names(flag: str, names: Sequence[str], paths: Sequence[str]) -> None:
@@ -143,19 +171,19 @@ def begin(settings: Settings) -> None:
         )
 
 
-def memory_bytes(model: nn.Module, adapters: Adapters, on_experts: bool = True) -> int:
+def memory_bytes(model: nn.Module, adapters: Adapters) -> int:
     """Return the bytes that adapters of a model without values take with gradients and states.
 
-    Those on fused experts count if `on_experts`. Raises DataError as `add_adapters` does.
+    Raises DataError as `add_adapters` does, and where they are on experts that are to be read one by one.
     """
     empty = copy.deepcopy(model)
     if adapters.directory is None:
         adapted = _adapted(empty, adapters, low_cpu_mem_usage=True)
     else:
         adapted = add_as_in(adapters.directory, empty.requires_grad_(False), trained=True, low_cpu_mem_usage=True)
-    left_out = set() if on_experts else {id(p) for module in _on_experts(adapted) for p in module.parameters()}
-    trained = (p for p in adapted.parameters() if p.requires_grad and id(p) not in left_out)
-    return sum(p.numel() for p in trained) * _BYTES_PER_PARAMETER
+    if adapters.experts == "pieces":
+        _refuse_on_experts(adapted, adapters)
+    return sum(p.numel() for p in adapted.parameters() if p.requires_grad) * _BYTES_PER_PARAMETER
 
 
 def _on_experts(adapted: nn.Module) -> list[Any]:

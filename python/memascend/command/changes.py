@@ -61,6 +61,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
         "rslora": False,
         "modules_to_save": [],
         "adapter": None,
+        "experts": "whole",
     } | before  # A run of before there could be others.
     for name, value in settings.decisive.items():
         if before.get(name, value) == value:

@@ -258,7 +258,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.lora_rank:
         trained = adapters.memory_bytes(model, Adapters.of(settings))
         model.requires_grad_(False)
-    units = divided(model, gradients=settings.gradients, ranks=settings.processes)
+    units = divided(model, gradients=settings.gradients, ranks=settings.processes, experts=settings.experts)
     if settings.base_bits:
         quantise_units(model, units, settings.base_bits)
     chosen = (settings.optimizer, settings.states, settings.master)
@@ -417,7 +417,7 @@ def _load_model(settings: Settings, config: Any, interrupts: Interrupts, cleanup
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         model = adapters.add_adapters(model, Adapters.of(settings), settings.model_dir)
-        if bare := adapters.experts_without(model):
+        if settings.experts == "whole" and (bare := adapters.experts_without(model)):
             note(
                 f"{bare[0]} and others like it get no adapters, since PEFT does not know the experts of "
                 f"{config.model_type}: train them from Python, with target_parameters= of peft.LoraConfig"
@@ -440,6 +440,8 @@ def _load_frozen(settings: Settings, config: Any, interrupts: Interrupts, cleanu
     """
     if settings.base_bits:
         return _load_into_store(settings, interrupts, cleanup, frozen="store", frozen_bits=settings.base_bits)
+    if settings.experts == "pieces":  # From the store alone.
+        return _load_into_store(settings, interrupts, cleanup, frozen="store")
     units = partition(empty_model_of(config, settings.model_dir, DTYPES[settings.dtype]))
     if not any(unit.is_table for unit in units):
         with suppress(CheckpointError):

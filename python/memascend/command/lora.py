@@ -33,6 +33,8 @@ class Adapters:
     modules_to_save: Sequence[str] = ()
     #: The adapters that are trained further, with their own options.
     directory: Path | None = None
+    #: How the experts of a mixture are read. One by one ("pieces") they have no adapters.
+    experts: str = "whole"
 
     @classmethod
     def of(cls, chosen: Any) -> Adapters:
@@ -46,6 +48,7 @@ class Adapters:
             rslora=chosen.rslora,
             modules_to_save=chosen.modules_to_save,
             directory=getattr(chosen, "adapter", None),
+            experts=chosen.experts,
         )
 
 

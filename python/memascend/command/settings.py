@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.command.metrics import METRICS_NAME
-from memascend.options import Activations, Gradients, OffloadOptions, Update
+from memascend.options import Activations, Experts, Gradients, OffloadOptions, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,7 @@ class Settings:
     modules_to_save: Sequence[str] = ()  # trained whole, as copies
     adapter: Path | None = None  # the directory of adapters that are trained further; has their options
     base_bits: int | None = None  # quantise the linear weights that adapters are trained over
+    experts: Experts = OffloadOptions.experts  # of a mixture under adapters: with their layer, or one by one
     report_to: Sequence[str] = ()  # reporters of transformers, such as tensorboard
     temporary: Path | None = None  # the caller removes this directory with its contents
     tbw: float | None = None  # terabytes that each drive is rated to be written in its life
@@ -96,7 +97,7 @@ class Settings:
     @property
     def computing(self) -> dict[str, Any]:
         """Where and how the model computes, as `memascend.offload` takes it."""
-        names = ("device", "device_memory", "recompute", "activations", "update")
+        names = ("device", "device_memory", "recompute", "activations", "update", "experts")
         return {name: getattr(self, name) for name in names} | {
             "batch_tokens": (self.batch_size, self.seq_len),
             "micro_batch_size": self.micro_batch_size,
@@ -156,7 +157,7 @@ class Settings:
             ),
             *("seed", "dtype", "optimizer", "states", "master", "gradients", "text_field", "as_text"),
             *("loss_on", "packing", "boundaries", "steps", "epochs", "lora_rank", "base_bits", "processes"),
-            *("lora_alpha", "lora_dropout", "dora", "rslora"),
+            *("lora_alpha", "lora_dropout", "dora", "rslora", "experts"),
         )
         return {name: getattr(self, name) for name in names} | {
             "eval": self.held_out,

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from memascend._memascend import return_large_blocks_to_system
 from memascend.durable.record import source_of
@@ -21,13 +21,13 @@ from memascend.formats.transformers_models import (
 )
 from memascend.formats.weight_files import WeightFiles
 from memascend.formats.weights import Sources
-from memascend.layout.bits import BITS, PUBLISHED
+from memascend.layout.bits import PUBLISHED
 from memascend.layout.division import divide
 from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.units import Unit, partition
 from memascend.offloading import over_ranks
 from memascend.offloading.binding import materialise
-from memascend.offloading.native import store_paths
+from memascend.offloading.frozen_bits import check_beside, check_bits
 from memascend.offloading.opening import open_session, opening
 from memascend.offloading.rank_hooks import hooks_for
 from memascend.options import TUNING_NAMES
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from memascend.offloading.computing import Computing
     from memascend.offloading.session import Session
-    from memascend.options import Activations, Experts, Gradients, OffloadOptions, RankLocations, StorePaths, Update
+    from memascend.options import Activations, Experts, Gradients, RankLocations, Update
     from memascend.ranks.group import Ranks
 
 
@@ -128,7 +128,7 @@ def from_pretrained(
         if frozen == "files" or frozen_bits is not None:
             chosen = replace(chosen, durability="none")
         if frozen_bits is not None:
-            _check_beside(chosen, ranks, frozen_bits)
+            check_beside(chosen, ranks, frozen_bits)
         if resize_token_embeddings is not None:
             _check_resized(frozen, ranks)
         config = load_any_config(directory)
@@ -160,35 +160,16 @@ def _check_frozen(
 ) -> None:
     if frozen not in (None, "store", "files"):
         raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
-    if frozen_bits not in (None, *BITS, PUBLISHED):
-        raise ValueError(f"frozen_bits={frozen_bits!r} is none of None, {', '.join(map(repr, (*BITS, PUBLISHED)))}")
+    check_bits(frozen_bits, durability, keep_store)
     if frozen_bits is not None and frozen != "store":
         what = "keeps frozen weights as they are published" if frozen_bits == PUBLISHED else "quantises frozen weights"
         why = "whose files stay as they are" if frozen else "which are trained"
         raise ValueError(f"frozen_bits={frozen_bits!r} {what}, not those {why}: give frozen='store'")
-    if frozen_bits is not None and (keep_store is True or durability not in ("auto", "none")):
-        raise ValueError(
-            "with frozen_bits the layers do not lie in the store, which has nothing that could be kept: leave out "
-            "durability and keep_store, or frozen_bits"
-        )
     if frozen == "files" and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
             "with frozen='files' the store holds nothing that could be kept: leave out durability and keep_store, or "
             "use frozen='store'"
         )
-
-
-def _check_beside(options: OffloadOptions, ranks: Ranks | None, frozen_bits: int | str) -> None:
-    """Raise ValueError where quantised weights cannot lie beside the store."""
-    if ranks is not None:
-        raise ValueError("frozen_bits cannot be had yet where a store is divided over ranks: leave it out")
-    if options.experts == "pieces":
-        raise ValueError("frozen_bits cannot be had yet with experts='pieces': leave one of them out")
-    for path in store_paths(cast("StorePaths", options.store)) if frozen_bits != PUBLISHED else ():
-        if str(path).startswith("UUID=") or Path(path).is_block_device():
-            raise ValueError(
-                f"frozen_bits puts the weights in files, and {path} is a raw block device: give a directory as store"
-            )
 
 
 def _check_resized(frozen: str | None, ranks: Ranks | None) -> None:

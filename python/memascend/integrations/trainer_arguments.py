@@ -77,6 +77,13 @@ class OffloadArguments:
     device_memory: str | None = _option("device_memory")
     weights_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the weights of a model given by name"})
     dequantize: bool = field(default=False, metadata={"help": "read quantised weights of a model given by name"})
+    frozen: str | None = field(
+        default=None, metadata={"help": "freeze a model given by name, under adapters: in the store, or its own files"}
+    )
+    frozen_bits: int | None = field(
+        default=None, metadata={"help": "with frozen='store', quantise the linear weights to 4 or 8 bits"}
+    )
+    experts: str = _option("experts")
     durability: str = _option("durability")
     recompute: bool = _option("recompute")
     activations: str | None = _option("activations")
@@ -150,9 +157,16 @@ def open_model(model: Any, args: Any, opened_as: dict[str, Any]) -> tuple[nn.Mod
         return resumed.model, resumed.optimizers
     options |= begun
     if in_memory is not None:
-        return memascend.offload(in_memory, **options), []
+        if args.frozen is not None:
+            raise ValueError(
+                f"frozen={args.frozen!r} is of a model that is given by name: freeze the one given "
+                "(model.requires_grad_(False)), and leave it out"
+            )
+        return memascend.offload(in_memory, **options, frozen_bits=args.frozen_bits), []
     directory = model if os.path.isdir(model) else download(str(model))
-    options["dequantize"] = args.dequantize
+    options |= {"dequantize": args.dequantize, "frozen": args.frozen, "frozen_bits": args.frozen_bits}
+    if args.frozen is not None and args.durability == "auto":
+        options["durability"] = "none"  # transformers saves the adapters.
     if opened_as:
         transformers.set_seed(args.seed)  # A new head has the bits that TRL's own has.
     return memascend.from_pretrained(directory, **options, **opened_as, **_init_options(args)), []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.errors import DataError
 from memascend.layout.tables import first_in_layers
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ EXPERTS_BYTES_MIN = 64 * 1024
 def find_experts(model: nn.Module) -> set[torch.Tensor]:
     """Return the experts of a model that can be read one by one.
 
-    Raises ValueError, with the reason, where there are none.
+    Raises DataError, a ValueError, with the reason, where there are none.
     """
     adapted, in_layers = _adapted(model), first_in_layers(model)
     reasons: dict[str, None] = {}
@@ -48,10 +49,16 @@ def find_experts(model: nn.Module) -> set[torch.Tensor]:
     if experts:
         return experts
     why = "; ".join(reasons) or "its layers have no experts that transformers keeps fused in one tensor"
-    raise ValueError(
-        f"experts='pieces': {type(model).__name__} has no experts that can be read one by one: {why}. Leave it out, "
-        "with which the experts are read with their layer"
+    raise DataError(
+        f"experts='pieces' (--experts pieces): {type(model).__name__} has no experts that can be read one by one: "
+        f"{why}. Leave it out, with which the experts are read with their layer"
     )
+
+
+def adapted_experts(model: nn.Module) -> list[str]:
+    """Return the names of fused experts' parameters that have adapters of PEFT, in their modules."""
+    adapted = _adapted(model)
+    return [name for _, name, parameter in _fused(model) if parameter in adapted]
 
 
 def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

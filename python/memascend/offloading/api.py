@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -10,10 +11,13 @@ from torch.nn.parameter import UninitializedParameter
 from memascend.common.sizes import AUTO, parse_size
 from memascend.durable.record import source_of
 from memascend.errors import MemascendError
+from memascend.layout.bits import PUBLISHED
 from memascend.layout.division import divide
+from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
 from memascend.offloading import over_ranks
+from memascend.offloading.frozen_bits import Quantising, check_all_frozen, check_beside, check_bits, read_part
 from memascend.offloading.opening import open_session, opening
 from memascend.offloading.places import place_of
 from memascend.offloading.rank_hooks import hooks_for
@@ -132,6 +136,11 @@ def _check_parameters(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name} has no shape yet: run one forward pass before memascend.offload")
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"parameter {name} has no values (it is on meta): memascend.from_pretrained reads those of a directory "
+                "into the store without the model in memory"
+            )
         if parameter.device not in (CPU, device):
             raise ValueError(
                 f"parameter {name} is on {parameter.device}, but the model is to compute on {device}: "
@@ -171,6 +180,7 @@ def offload(
     gradients: Gradients = "auto",
     update: Update = "forward",
     experts: Experts = "whole",
+    frozen_bits: int | None = None,
     durability: str = "auto",
     keep_store: bool | Literal["replace"] | None = None,
     process_group: Any = None,
@@ -201,6 +211,8 @@ def offload(
         update: when weights are updated: on the way into the next "forward" pass, or in the "backward" pass.
         experts: how the experts of a mixture are read: "whole", with their layer, or in "pieces", one by one, those
             alone that tokens were routed to.
+        frozen_bits: of a model whose parameters are all frozen, quantise the linear weights of the repeated layers to 4
+            or 8 bits, as in `memascend.from_pretrained`. Add adapters after it.
         durability: which optimizer steps `memascend.resume` can go on from: "step" (every one), "every:N", "none", or
             "auto": "step" where the volumes have the space, else "none".
         keep_store: True leaves the store's files in place on `close`, False removes them always, None after a run
@@ -224,10 +236,21 @@ def offload(
     """
     keywords = locals()
     _check_not_offloaded(model)
+    check_bits(frozen_bits, durability, keep_store)
+    if frozen_bits == PUBLISHED:
+        raise ValueError(
+            f"frozen_bits={PUBLISHED!r} reads weights from the files of a model directory: use memascend.from_pretrained"
+        )
     with opening(offload, keywords) as (chosen, ranks):
-        units_of = partial(_divide, model, ranks=ranks)
+        if frozen_bits is not None:
+            check_beside(chosen, ranks, frozen_bits)
+            check_all_frozen(model, frozen_bits)
+            chosen = replace(chosen, durability="none")
+        units_of = partial(_divide, model, ranks=ranks, frozen_bits=frozen_bits)
         session = open_session(model, chosen, ranks, units_of, partial(source_of, model))
         try:
+            if frozen_bits is not None:
+                Quantising.beside(session, read_part, lambda done, total: None)
             if ranks is None:
                 session.fill(_read_parameter, None)
             else:
@@ -241,14 +264,16 @@ def offload(
     return model
 
 
-def _divide(model: nn.Module, computing: Computing, ranks: Ranks | None) -> list[Unit]:
-    """Divide the model into units, and those into the shares of `ranks`."""
+def _divide(model: nn.Module, computing: Computing, ranks: Ranks | None, frozen_bits: int | None) -> list[Unit]:
+    """Divide the model into units, some of them to be quantised to `frozen_bits`, or into the shares of `ranks`."""
     _check_parameters(model, computing.torch_device)
     # Tables are whole over ranks: the rows that a rank reads depend on its data.
     pieces = computing.options.fused_loss if ranks is None else None
     options = computing.options
     experts = computing.experts(ranks is not None)
     units = partition(model, computing.torch_device, pieces, options.gradients, computing.uploads, experts)
+    if frozen_bits is not None:
+        quantise_units(model, units, frozen_bits)
     if ranks is not None:
         over_ranks.compare_layout(ranks, units)
         divide(units, ranks.rank, ranks.size)

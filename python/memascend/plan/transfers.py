@@ -147,7 +147,7 @@ def _too_small(plan: Plan, tensors: Sequence[StoreTensor]) -> BudgetError:
     knobs = []
     whole = (tensor for tensor in tensors if not (tensor.packed or tensor.unit.is_experts or tensor.shard is not None))
     if not plan.on_device and any(len(place.shape) == 3 for tensor in whole for place in tensor.places):
-        knobs.append("experts that are read one by one (experts='pieces')")
+        knobs.append("experts that are read one by one (experts='pieces'; --experts pieces)")
     if plan.units and element > 2:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
     if plan.units:

@@ -40,7 +40,7 @@ def chat(asked: Asked, context: int = CONTEXT_TOKENS) -> None:
     new_tokens = min(asked.new_tokens, context // 2)
     room = divide(asked.host_memory, [context - new_tokens], new_tokens, token_bytes(source), 1)
     conversing = texts.chats and not asked.raw
-    with opened(source, room, asked.store) as model:
+    with opened(source, room, asked.opening) as model:
         tell(speed_text(model, source.weights, room))
         note(HELP if conversing else f"texts are continued, since there is no chat template or --raw was given; {HELP}")
         torch.manual_seed(asked.seed)

@@ -14,7 +14,7 @@ import torch
 
 from memascend.command.answers.generating import Generation
 from memascend.command.answers.room import Room, cache_bytes, divide, speed_text
-from memascend.command.answers.sources import Source, opened, source_of
+from memascend.command.answers.sources import Opening, Source, opened, source_of
 from memascend.command.answers.texts import Prompt, Texts, read_prompts
 from memascend.command.exits import tell
 from memascend.common.progress import Progress
@@ -24,6 +24,8 @@ from memascend.formats.config import checkpoint_dtype, limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from memascend.options import Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,15 @@ class Asked:
     seed: int = 0
     #: Texts are continued, instead of answered as a user's message.
     raw: bool = False
+    #: How the experts of a mixture are read; None is with their layer, where the memory holds one.
+    experts: Experts | None = None
+    #: Quantise the linear weights of a model directory to these bits.
+    base_bits: int | None = None
+
+    @property
+    def opening(self) -> Opening:
+        """How the model is opened."""
+        return Opening(self.store, self.experts, self.base_bits)
 
 
 def generate(asked: Asked, prompts_file: Path, out: Path | None, sequences: int | None) -> None:
@@ -57,7 +68,7 @@ def generate(asked: Asked, prompts_file: Path, out: Path | None, sequences: int 
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
         raise OutputError(f"--out {out} exists, or its folder does not: name a new file")
     with ExitStack() as stack:
-        model = stack.enter_context(opened(source, room, asked.store))
+        model = stack.enter_context(opened(source, room, asked.opening))
         lines = sys.stdout if out is None else stack.enter_context(_new_file(out))
         tell(speed_text(model, source.weights, room, -(-len(ids) // room.sequences) * asked.new_tokens))
         torch.manual_seed(asked.seed)

@@ -89,8 +89,9 @@ def speed_text(model: Any, weights: Path, room: Room, tokens: int | None = None)
     `tokens` is the most of all passes together, where that is known.
     """
     session = offload_of(model)
-    total = sum(unit.nbytes for unit in session.units)
-    unread = total - sum(unit.nbytes for unit in session.plan.staying) - _looked_up(model, session)
+    total = sum(unit.stored_nbytes for unit in session.units)
+    unread = total - sum(unit.stored_nbytes for unit in session.plan.staying) - _looked_up(model, session)
+    unread -= _not_reached(model, session, room.sequences)
     cache = f"{format_size(room.cache)} for keys and values"
     if unread <= 0:
         return f"the model stays in memory once it was read ({format_size(total)}, and {cache})"
@@ -98,7 +99,8 @@ def speed_text(model: Any, weights: Path, room: Room, tokens: int | None = None)
     enough = make_plan(session.units, 1 << 62).total + FILE_WINDOWS * FILE_WINDOW_BYTES + room.cache
     line = f"the model is larger than the budget: a pass reads {format_decimal(unread)} of {format_decimal(total)}"
     # Without files of its own the model is read from its store, which may be a copy elsewhere.
-    rate = _rate(weights if session.files else Path(session.stats()["volumes"][0]["path"]))
+    in_own_files = session.files and not any(unit.bits for unit in session.units)
+    rate = _rate(weights if in_own_files else Path(session.stats()["volumes"][0]["path"]))
     if rate is not None:
         line += f", at least {unread / rate:.2g} s for each token at {format_decimal(int(rate))}/s"
         if tokens is not None:
@@ -122,6 +124,16 @@ def _looked_up(model: Any, session: Any) -> int:
     staying = set(session.plan.staying)
     named = [place.tensor.unit for place in session.places if place.parameter is source.weight]
     return sum(unit.nbytes for unit in named if unit.is_table and unit not in staying)
+
+
+def _not_reached(model: Any, session: Any, sequences: int) -> int:
+    """Return the bytes of experts, read one by one, that a token of each sequence is not sent to."""
+    per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    places = [place for unit in session.units if unit.is_experts for place in unit.places]
+    total = sum(place.nbytes for place in places)
+    if sum(line.total for line in session.plan.experts) >= total:
+        return total  # All of them stay.
+    return sum(place.expert_nbytes * max(0, place.shape[0] - per_token * sequences) for place in places)
 
 
 def _rounded_up(nbytes: int) -> str:

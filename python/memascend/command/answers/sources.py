@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +14,22 @@ from memascend.command.exits import note
 from memascend.command.hub import model_directory
 from memascend.common.outputs import workspace
 from memascend.common.sizes import format_size
-from memascend.errors import BudgetError, CheckpointError
-from memascend.formats.adapters import check_copies, is_adapter, load_adapters, model_of
-from memascend.formats.config import load_config
+from memascend.errors import BudgetError, CheckpointError, DataError
+from memascend.formats.adapters import add_as_in, is_adapter, load_adapters, model_of
+from memascend.formats.config import checkpoint_dtype, load_config
 from memascend.formats.side_files import has_tokenizer
 from memascend.formats.transformers_models import config_of_record
+from memascend.formats.weights import empty_model_of
+from memascend.layout.bits import COMPUTED_IN
+from memascend.layout.experts import adapted_experts
 from memascend.machine.drives import cache_directory
 from memascend.offloading.api import offload_of
 from memascend.runs.resume import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from memascend.options import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,18 @@ class Source:
     tokenizer: Path | None
     adapter: Path | None = None
     is_store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a source is opened. No bit depends on `store` and `experts`."""
+
+    #: Where a copy goes of weights that cannot be read from the model's own files; None is the cache directory.
+    store: Path | None = None
+    #: As in `memascend.offload`; None is "whole" where the budget allows it, else "pieces".
+    experts: Experts | None = None
+    #: Quantise the linear weights of a model directory; see `memascend.from_pretrained` on `frozen_bits`.
+    base_bits: int | None = None
 
 
 def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
@@ -70,24 +88,23 @@ def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
 
 
 def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> Source:
-    if adapter is not None:
-        check_copies(adapter)
     config = load_config(model)
     return Source((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
 
 
 @contextmanager
-def opened(source: Source, room: Room, store: Path | None) -> Iterator[Any]:
+def opened(source: Source, room: Room, how: Opening) -> Iterator[Any]:
     """Open the model of `source` within the memory of `room`, and yield it; nothing of `source` changes.
 
     Weights are read from the model's own files where these can be read as they are and the budget allows it; else from
-    a copy in `store`, which is removed.
+    a copy, which is removed.
 
-    Raises BudgetError, StoreError and CheckpointError as `memascend.from_pretrained` and `memascend.resume` do.
+    Raises DataError where the model cannot be opened as `how` says; BudgetError, StoreError and CheckpointError as
+    `memascend.from_pretrained` and `memascend.resume` do.
     """
     with ExitStack() as stack:
         try:
-            model = _opened(source, room.host_memory, store, stack)
+            model = _opened(source, room.host_memory, how, stack)
         except BudgetError as error:
             raise BudgetError(
                 f"{error}; {format_size(room.cache)} more of --host-memory are for keys and values",
@@ -100,18 +117,53 @@ def opened(source: Source, room: Room, store: Path | None) -> Iterator[Any]:
         yield model
 
 
-def _opened(source: Source, host_memory: int | str, store: Path | None, stack: ExitStack) -> Any:
+def _opened(source: Source, host_memory: int | str, how: Opening, stack: ExitStack) -> Any:
     if source.is_store:
-        return memascend.resume(list(source.paths), host_memory=host_memory, durability="none").model
-    folder = store or cache_directory()
+        if how.base_bits is not None:
+            raise DataError("--base-bits is of a model directory or adapters: leave it out for a store")
+        # Its experts were trained or frozen as a part of the run.
+        options: dict[str, Any] = {"host_memory": host_memory, "durability": "none", "experts": how.experts or "whole"}
+        return memascend.resume(list(source.paths), **options).model
+    folder = how.store or cache_directory()
     folder.mkdir(parents=True, exist_ok=True)
     work = stack.enter_context(workspace(folder / "answers", replaces=True))
-    return _from_directory(source.paths[0], work / "store", host_memory)
+    return _from_directory(source, work / "store", host_memory, how)
 
 
-def _from_directory(directory: Path, store: Path, host_memory: int | str) -> Any:
-    options: dict[str, Any] = {"store": store, "host_memory": host_memory, "dtype": "auto"}
+def _from_directory(source: Source, store: Path, host_memory: int | str, how: Opening) -> Any:
+    opening = partial(memascend.from_pretrained, source.paths[0], store=store, host_memory=host_memory)
+    if how.base_bits is not None:
+        experts = how.experts or "whole"
+        return opening(dtype=COMPUTED_IN, frozen="store", frozen_bits=how.base_bits, experts=experts)
+    opening = partial(opening, dtype="auto")
+    if how.experts == "pieces":
+        _check_pieces(source)
+        return opening(frozen="store", experts="pieces")
     try:
-        return memascend.from_pretrained(directory, **options, frozen="files")
+        return opening(frozen="files")
     except (CheckpointError, BudgetError):  # Tensors that are converted, or a vocabulary that is too large to be whole.
-        return memascend.from_pretrained(directory, **options, frozen="store")
+        pass
+    try:
+        return opening(frozen="store")
+    except BudgetError as error:
+        if how.experts == "whole":
+            raise
+        with suppress(DataError):  # It has no such experts.
+            _check_pieces(source)
+            model = opening(frozen="store", experts="pieces")
+            note("experts are read one by one (--experts pieces), since a layer with all of them does not fit")
+            return model
+        raise error from None
+
+
+def _check_pieces(source: Source) -> None:
+    """Raise DataError where adapters are on experts that are to be read one by one."""
+    if source.adapter is None:
+        return
+    directory = source.paths[0]
+    empty = empty_model_of(source.config, directory, checkpoint_dtype(directory, source.config))
+    if adapted_experts(add_as_in(source.adapter, empty, trained=False, low_cpu_mem_usage=True)):
+        raise DataError(
+            f"{source.adapter} has adapters on all experts of a layer at once, and --experts pieces reads them one by "
+            "one: leave it out, or merge the adapters (memascend merge)"
+        )

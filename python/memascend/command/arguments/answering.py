@@ -9,6 +9,8 @@ from typing import Any
 from memascend.command.arguments.parsing import subcommand
 from memascend.command.arguments.values import at_least_two, count, positive, rate, size_or_auto
 from memascend.common.sizes import AUTO
+from memascend.layout.bits import BITS
+from memascend.options import EXPERTS
 
 
 def add_generate(subcommands: Any) -> None:
@@ -66,3 +68,13 @@ def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     add("--temperature", type=rate, metavar="X", help=text)
     add("--seed", type=count, default=0, metavar="N", help="of what is chosen by chance (default: %(default)s)")
     add("--raw", action="store_true", help="continue texts, also where the model has a chat template")
+    text = (
+        "read the experts of a mixture with their layer, or those alone that a token is sent to (default: with their "
+        "layer, where the memory holds one)"
+    )
+    add("--experts", choices=EXPERTS, help=text)
+    text = (
+        "quantise the linear weights of a model directory, as `memascend finetune --base-bits` does under adapters: a "
+        "token reads 3.9 or 2.0 times fewer bytes of them"
+    )
+    add("--base-bits", type=int, choices=BITS, help=text)

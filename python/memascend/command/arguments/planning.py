@@ -55,8 +55,11 @@ def add_plan(subcommands: Any) -> None:
     add("--eval", nargs="*", type=held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)
     text = "plan LoRA adapters of this rank, as `memascend finetune` trains them"
     add("--lora-rank", type=positive, metavar="R", help=text)
-    text = "read the experts of a mixture with their layer, or one by one (in Python; see memascend.offload)"
-    add("--experts", choices=EXPERTS, default="whole", help=text)
+    text = (
+        "read the experts of a mixture with their layer, or one by one, as `memascend finetune` does with --lora-rank "
+        "(default: %(default)s)"
+    )
+    add("--experts", choices=EXPERTS, default=OffloadOptions.experts, help=text)
     add_adapters(add)
     text = "plan them over weights that `memascend finetune --base-bits` quantises"
     add("--base-bits", type=int, choices=BITS, help=text)

@@ -20,6 +20,10 @@ TILE = (
     "tokens that an MLP or a norm computes at once, for long sequences; auto: one in 32 of a layer's, at least 1,024 "
     "(default: all)"
 )
+EXPERTS_TEXT = (
+    "with --lora-rank: read the experts of a mixture with their layer, or one by one, which takes the memory of an "
+    "expert and not of a layer; adapters are then on the other modules"
+)
 DTYPE = (
     "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
     "it; else float32, and the weights are written in the checkpoint's at the end"
@@ -66,7 +70,7 @@ def add_adapters(add: Callable[..., Any]) -> None:
     add("--dora", action="store_true", help=text)
     text = "with --lora-rank: scale by the root of the rank (rank-stabilised LoRA)"
     add("--rslora", action="store_true", help=text)
-    text = "with --lora-rank and --in-memory: modules that are trained whole beside the adapters (lm_head)"
+    text = "with --lora-rank: modules that are trained whole beside the adapters, in memory (lm_head)"
     add("--modules-to-save", nargs="+", default=[], metavar="NAME", help=text)
 
 

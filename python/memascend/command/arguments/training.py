@@ -10,6 +10,7 @@ from memascend.command.arguments.parsing import subcommand
 from memascend.command.arguments.shared import (
     DTYPE,
     DTYPES,
+    EXPERTS_TEXT,
     MICRO_BATCH,
     TILE,
     add_adapters,
@@ -30,7 +31,7 @@ from memascend.command.arguments.values import (
 )
 from memascend.command.recipes.tasks import NAMES
 from memascend.layout.bits import BITS
-from memascend.options import POLICIES, UPDATES
+from memascend.options import EXPERTS, POLICIES, UPDATES, OffloadOptions
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -183,6 +184,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "each use reads 3.9 or 2.0 times fewer bytes of them"
     )
     add("--base-bits", text, type=int, choices=BITS)
+    add("--experts", EXPERTS_TEXT, choices=EXPERTS, default=OffloadOptions.experts)
     text = (
         "evaluate as the run goes on, and write the best model: a fraction of the documents, which is held out of the "
         "training (0.05), or files as for --data"

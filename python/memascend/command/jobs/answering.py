@@ -39,4 +39,6 @@ def _asked(chosen: argparse.Namespace) -> Asked:
         temperature=chosen.temperature,
         seed=chosen.seed,
         raw=chosen.raw,
+        experts=chosen.experts,
+        base_bits=chosen.base_bits,
     )

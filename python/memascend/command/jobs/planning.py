@@ -140,7 +140,7 @@ def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int 
 
     folder = chosen.model if chosen.model.is_dir() else chosen.model.parent
     empty = empty_model_of(config, folder, getattr(torch, dtype))
-    return adapters.memory_bytes(empty, Adapters.of(chosen), on_experts=chosen.experts == "whole")
+    return adapters.memory_bytes(empty, Adapters.of(chosen))
 
 
 def _processor(chosen: argparse.Namespace, dtype: str) -> dict[str, gpu.Rate] | None:

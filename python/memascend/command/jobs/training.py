@@ -18,7 +18,6 @@ from memascend.command.screen import quiet_libraries, show_plans
 from memascend.command.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
-from memascend.formats.adapters import check_copies
 from memascend.layout.bits import COMPUTED_IN
 from memascend.offloading.computing import Computing
 
@@ -144,6 +143,8 @@ def _conflict(settings: Settings) -> str | None:
         return "adapters are kept in files: with --lora-rank, --store takes directories"
     if settings.base_bits and (problem := _conflict_of_base(settings)):
         return f"--base-bits {settings.base_bits} {problem}"
+    if settings.experts == "pieces" and (problem := _conflict_of_experts(settings)):
+        return f"--experts pieces {problem}"
     if settings.update == "backward" and (problem := _conflict_of_updates(settings)):
         return f"--update backward applies gradients as they are made: {problem}"
     if settings.dequantize and settings.in_memory:
@@ -158,7 +159,7 @@ def _conflict(settings: Settings) -> str | None:
         if missing:
             return f"give {' and '.join(missing)}, or --in-memory for a model that fits"
         try:
-            Computing.of(settings.offload_options)
+            Computing.of(settings.offload_options).experts(settings.processes > 1)
         except ValueError as error:  # options that do not go together
             return str(error)
         except DeviceError as error:
@@ -180,13 +181,6 @@ def _conflict_of_adapters(settings: Settings) -> str | None:
         return f"{alone} is of adapters: give --lora-rank too"
     if settings.adapter is not None and (alone or settings.lora_rank != rank_of(settings.adapter)):
         return f"--adapter has the options of its adapters: leave out {alone or '--lora-rank'}"
-    if settings.modules_to_save and not settings.in_memory:
-        return (
-            "--modules-to-save trains copies of whole modules, which cannot be made of a model in a store: give "
-            "--in-memory, or train from Python, with adapters that are added before memascend.offload"
-        )
-    if settings.adapter is not None and not settings.in_memory:
-        check_copies(settings.adapter)
     return None
 
 
@@ -196,6 +190,18 @@ def _conflict_of_base(settings: Settings) -> str | None:
         (not settings.lora_rank, "is of weights that are not trained themselves: give --lora-rank too"),
         (settings.in_memory, "is of weights on an SSD: leave it out, or --in-memory"),
         (settings.dtype != COMPUTED_IN, f"computes in {COMPUTED_IN}: leave out --dtype {settings.dtype}"),
+    ):
+        if refused:
+            return instead
+    return None
+
+
+def _conflict_of_experts(settings: Settings) -> str | None:
+    """Return the reason why experts cannot be read one by one with the other options, or None."""
+    for refused, instead in (
+        (not settings.lora_rank, "is for experts that are not trained: give --lora-rank too"),
+        (settings.in_memory, "reads experts from an SSD: leave it out, or --in-memory"),
+        (settings.base_bits, "cannot be had yet with --base-bits: leave one of them out"),
     ):
         if refused:
             return instead

@@ -27,6 +27,7 @@ from memascend.formats.quantised.quantising import NF4, dynamic_code, quantise_s
 from memascend.formats.quantised.tensors import PIECE_ELEMENTS
 from memascend.layout.bits import BLOCK, NESTED_BLOCK, parts_of
 from memascend.layout.units import round_up
+from memascend.offloading.frozen_bits import Quantising
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -192,3 +193,6 @@ def _source(place: Place, at: _Written, file: ExternalFile) -> tuple[ExternalFil
         nested = NESTED_BLOCK, (file, at.factors), dynamic_code().tolist(), at.offset
         packing = Packing.four_bits(BLOCK[4], NF4, (file, at.scales), nested)
     return file, at.numbers, place.nbytes, packing
+
+
+Quantising.beside = staticmethod(quantise_beside)
