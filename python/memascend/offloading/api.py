@@ -239,7 +239,7 @@ def offload(
     check_bits(frozen_bits, durability, keep_store)
     if frozen_bits == PUBLISHED:
         raise ValueError(
-            f"frozen_bits={PUBLISHED!r} reads weights from the files of a model directory: use memascend.from_pretrained"
+            f"frozen_bits={PUBLISHED!r} reads weights from a model directory's files: use memascend.from_pretrained"
         )
     with opening(offload, keywords) as (chosen, ranks):
         if frozen_bits is not None:
