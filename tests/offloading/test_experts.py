@@ -247,7 +247,7 @@ def test_other_uses_of_experts_take_them_whole(
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
 def test_a_mixture_is_saved(offloaded: Callable[..., nn.Module], architecture: str, tmp_path: Path) -> None:
-    """Files of gpt-oss have the experts in one tensor, those of Qwen3-MoE singly."""
+    """Files of gpt-oss have the experts in one tensor, files of Qwen3-MoE singly."""
     expected, model = build(architecture), pieces(offloaded, build(architecture))
     memascend.save_pretrained(model, tmp_path / "saved")
     saved = type(expected).from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)

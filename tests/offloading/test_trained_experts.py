@@ -37,7 +37,7 @@ NAME = "model.layers.1.mlp.experts.down_proj"
 def step(
     model: nn.Module, optimizer: Any, number: int, clip: float | None = 0.05, autocast: bool = False
 ) -> torch.Tensor:
-    """Take a step of two micro-batches, of which one reaches few experts."""
+    """Take a step of two micro-batches; one reaches few experts."""
     losses = []
     for micro, size in enumerate([{}, FEW]):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

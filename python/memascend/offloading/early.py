@@ -1,6 +1,6 @@
 """Updates in the backward pass: each large tensor is updated as soon as autograd has made its gradient.
 
-The gradient then never goes to the SSD. The bits are those of an update after `optimizer.step()`, since `step` refuses
+The gradient then never goes to the SSD. Its bits are the same as after an update in `optimizer.step()`, since `step` refuses
 to follow where its options, or the gradients that it would use, differ from the options and gradients of the updates.
 
 A weight's node in the graph runs after all nodes that use the weight, so its bytes can change in the unit's buffer

@@ -128,7 +128,7 @@ class TakenSource:
         self._number, self._grad = number, grad
 
     def block(self, first: int, count: int, weights: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Make the gradient of the expert; that of others is zero."""
+        """Make the gradient of the expert; the others have zeros."""
         return _block(self._grad, 0, len(self._grad))[None] if first == self._number else None
 
 

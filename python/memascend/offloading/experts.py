@@ -78,7 +78,7 @@ def grouped_mm(
 
 
 def bmm(input: Any, mat2: Any, **others: Any) -> Any:
-    """Run `torch.bmm` with the weights of all experts, each of which has as many rows."""
+    """Run `torch.bmm` with the weights of all experts, which have equally many rows each."""
     experts = _experts_of(mat2)
     if experts is None or experts.number is not None or others or not _is_plain(input):
         return NotImplemented
@@ -135,7 +135,7 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Put the expert's gradient among those of all."""
+        """Put the expert's gradient in its place among all experts'."""
         return TableGradient(ctx.experts, (TakenSource(ctx.number, grad),)), None, None
 
 
