@@ -1,7 +1,8 @@
 """Updates in the backward pass: each large tensor is updated as soon as autograd has made its gradient.
 
-The gradient then never goes to the SSD. Its bits are the same as after an update in `optimizer.step()`, since `step` refuses
-to follow where its options, or the gradients that it would use, differ from the options and gradients of the updates.
+The gradient then never goes to the SSD. Its bits are the same as after an update in `optimizer.step()`, since `step`
+refuses to follow where its options, or the gradients that it would use, differ from the options and gradients of the
+updates.
 
 A weight's node in the graph runs after all nodes that use the weight, so its bytes can change in the unit's buffer
 while the rest of the layer goes on; names in the graph carry versions, so a later use is refused. Uses that give the
