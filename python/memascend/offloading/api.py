@@ -237,7 +237,7 @@ def offload(
     keywords = locals()
     _check_not_offloaded(model)
     check_bits(frozen_bits, durability, keep_store)
-    if frozen_bits == PUBLISHED:
+    if str(frozen_bits) == PUBLISHED:
         raise ValueError(
             f"frozen_bits={PUBLISHED!r} reads weights from a model directory's files: use memascend.from_pretrained"
         )
