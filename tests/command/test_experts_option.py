@@ -156,7 +156,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path, capfd: pytest.Captur
         ["plan", str(llama), "--seq-len", "32", "--lora-rank", "4", "--experts", "pieces"],
     ):
         assert main(given) == BAD_INPUT
-        assert "has none that can be read one by one" in capfd.readouterr().err
+        assert "has no experts that can be read one by one" in capfd.readouterr().err
 
 
 def test_a_run_goes_on_with_the_experts_as_they_were_read(tmp_path: Path) -> None:
