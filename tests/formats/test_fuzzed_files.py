@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 from memascend import CheckpointError
-from memascend.formats.adapters import check_copies, load_adapters, model_of
+from memascend.formats.adapters import copied_modules, load_adapters, model_of
 from memascend.formats.safetensors import SafetensorsReader
 from memascend.formats.weight_files import WeightFiles
 from memascend.runs import live
@@ -143,7 +143,7 @@ def test_configurations_of_adapters(tmp_path: Path) -> None:
         file.write_text(json.dumps(wrong))
         with refused_in_one_line(change, str(tmp_path)) as told:
             model_of(tmp_path, lambda _: None)
-            check_copies(tmp_path)
+            copied_modules(tmp_path)
             load_adapters(small_model(), tmp_path, trained=True)
         refused += len(told)
     assert refused

@@ -12,7 +12,7 @@ from memascend.layout.parameter_state import Binding, GradientState, OptimizerSt
 PARTS = {
     "gradient": (GradientState, {"offloading/early.py", "offloading/gradients.py", "offloading/joining.py"}),
     "states": (OptimizerState, {"optim"}),
-    "binding": (Binding, {"offloading/binding.py", "offloading/hooks.py"}),
+    "binding": (Binding, {"offloading/binding.py", "offloading/saved_weights.py"}),
 }
 CHANGING = {"add", "append", "claim", "clear", "extend", "remove", "update"}
 
