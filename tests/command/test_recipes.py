@@ -121,6 +121,13 @@ def test_adapters_and_options_of_the_trainer(room: Path, capfd: pytest.CaptureFi
     assert not (room / "store-reference").exists()
 
 
+def test_what_is_there_is_not_replaced(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (room / "out").write_text("mine")
+    assert main.main(words(room, "orpo", "--resume")) == main.BAD_INPUT
+    assert "already exists" in capfd.readouterr().err
+    assert (room / "out").read_text() == "mine"
+
+
 def test_a_killed_task_goes_on_to_the_same_bits(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
     chosen = words(room, "orpo", steps=12)
     metrics = room / "out" / "metrics.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,7 @@ def run(task: Task, settings: Settings, trainer_options: Mapping[str, Any]) -> i
     Raises DataError for impossible options, OutputError where OUT is there already.
     """
     out = settings.out
-    if out.exists() and any(out.iterdir()) and not settings.resume:
+    if os.path.lexists(out) and not (out.is_dir() and (settings.resume or not any(out.iterdir()))):
         raise OutputError(
             f"--out {out} already exists: choose another, move it away, or give --resume to go on with it"
         )
@@ -219,7 +220,7 @@ def _arguments(arguments_class: type, task: Task, settings: Settings, given: Map
         "save_steps": settings.save_every or 500,
         "save_total_limit": settings.keep_last,
         "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": settings.eval_steps,
+        "eval_steps": settings.eval_steps or 0.1,  # of the run, as in the command's own loop
         "report_to": list(settings.report_to),
     }
     if "max_length" in known:
