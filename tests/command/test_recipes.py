@@ -154,6 +154,7 @@ def test_a_killed_task_goes_on_to_the_same_bits(room: Path, capfd: pytest.Captur
         ("dpo", ["--trainer-options", "beta"], "not of the form NAME=VALUE"),
         ("reward", ["--lora-rank", "4"], "leave out --lora-rank"),
         ("sft", ["--trainer-options", "beta=1"], "--trainer-options is of the tasks dpo"),
+        ("dpo", ["--lora-rank", "4", "--experts", "pieces"], "--experts is of the tasks sft and pretrain"),
         ("dpo", ["--sample", "Hello"], "--sample is of the tasks"),
         ("dpo", ["--optimizer", "apollo-mini"], "apollo-mini is not for --task"),
     ],

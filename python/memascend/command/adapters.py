@@ -62,6 +62,22 @@ def add_adapters(model: nn.Module, adapters: Adapters, model_dir: Path) -> Any:
     return adapted
 
 
+def config_of(adapters: Adapters) -> Any:
+    """Return the `peft.LoraConfig` of new adapters."""
+    import peft
+
+    return peft.LoraConfig(
+        r=adapters.rank,
+        lora_alpha=adapters.alpha or ALPHA_PER_RANK * adapters.rank,
+        lora_dropout=adapters.dropout,
+        target_modules=list(adapters.targets) or "all-linear",
+        use_dora=adapters.dora,
+        use_rslora=adapters.rslora,
+        modules_to_save=list(adapters.modules_to_save) or None,
+        task_type="CAUSAL_LM",
+    )
+
+
 def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
     """Return a model of PEFT with new adapters.
 
@@ -73,16 +89,7 @@ def _adapted(model: nn.Module, adapters: Adapters, **options: Any) -> Any:
     model.requires_grad_(False)
     paths = [path for path, _ in model.named_modules()]
     _check_names("--modules-to-save", adapters.modules_to_save, paths)
-    config = peft.LoraConfig(
-        r=adapters.rank,
-        lora_alpha=adapters.alpha or ALPHA_PER_RANK * adapters.rank,
-        lora_dropout=adapters.dropout,
-        target_modules=list(adapters.targets) or "all-linear",
-        use_dora=adapters.dora,
-        use_rslora=adapters.rslora,
-        modules_to_save=list(adapters.modules_to_save) or None,
-        task_type="CAUSAL_LM",
-    )
+    config = config_of(adapters)
     if adapters.experts == "pieces" and not adapters.targets:
         _leave_experts_out(config, model)
     with warnings.catch_warnings():

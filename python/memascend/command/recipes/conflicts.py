@@ -35,6 +35,7 @@ _DEFAULTS = {
     "boundaries": ("auto", "--boundaries"),
     "on_nan": ("stop", "--on-nan"),
     "update": ("forward", "--update"),
+    "experts": ("whole", "--experts"),
 }
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import memascend
+from memascend.command.adapters import config_of
 from memascend.command.dtypes import choose_dtype
 from memascend.command.exits import note
+from memascend.command.lora import Adapters
 from memascend.command.recipes.rows import divided, load_rows
 from memascend.common.choices import meant
 from memascend.common.outputs import writing
@@ -98,7 +100,7 @@ def run(task: Task, settings: Settings, trainer_options: Mapping[str, Any]) -> i
         trainer_class, labels = trainer_of(trainer_class, rows)
         rows, held_out = (labelled(one, labels, tokenizer, settings.seq_len) for one in (rows, held_out))
     if settings.lora_rank:
-        options["peft_config"] = _adapters(settings)
+        options["peft_config"] = config_of(Adapters.of(settings))
     reference = None
     if task.compares and not settings.lora_rank and not getattr(arguments, "precompute_ref_log_probs", False):
         reference = _reference(settings)
@@ -142,20 +144,6 @@ def _tokenizer(settings: Settings) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _adapters(settings: Settings) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=settings.lora_rank or 0,
-        lora_alpha=settings.lora_alpha or 2 * (settings.lora_rank or 0),
-        lora_dropout=settings.lora_dropout,
-        target_modules=list(settings.lora_targets) or "all-linear",
-        use_dora=settings.dora,
-        use_rslora=settings.rslora,
-        task_type="CAUSAL_LM",
-    )
 
 
 def _reference(settings: Settings) -> Any:
