@@ -475,10 +475,10 @@ def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
         running: deque[int] = deque()
         for number, nbytes in enumerate(pieces):
             if len(extents) == number:
-                extents.append(runtime.allocate(f"tensor {number}", nbytes))
+                extents.append([(runtime.store.create_tensor(f"tensor {number}", nbytes), 0, nbytes)])
             lease = leased(nbytes, lambda: runtime.units.wait_unit(running.popleft()))
             stamp(memoryview(lease)[:nbytes], number)
-            runtime.units.write_unit(units[number], extents[number], lease, nbytes)
+            runtime.units.write_unit(units[number], extents[number], lease)
             del lease
             running.append(units[number])
         for unit in running:
@@ -496,7 +496,7 @@ def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
 
         for number, nbytes in enumerate(pieces):
             lease = leased(nbytes, finish_oldest)
-            running.append((runtime.units.fetch(units[number], extents[number], lease, nbytes, []), lease, number))
+            running.append((runtime.units.fetch(units[number], extents[number], lease, []), lease, number))
             del lease
         while running:
             finish_oldest()
@@ -759,7 +759,10 @@ def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -
     arena = Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)
     runtime = Runtime(list(devices), arena, rates=list(rates))
     sizes = [TENSOR_BYTES[number % len(TENSOR_BYTES)] for number in range(TENSOR_COUNT)]
-    tensors = [(runtime.units.add_unit(), runtime.allocate(f"tensor {n}", size)) for n, size in enumerate(sizes)]
+    tensors = [
+        (runtime.units.add_unit(), [(runtime.store.create_tensor(f"tensor {n}", size), 0, size)])
+        for n, size in enumerate(sizes)
+    ]
     written: list[int | None] = [None] * TENSOR_COUNT
     moved = {"read": 0, "write": 0}
     running: deque[tuple] = deque()
@@ -780,13 +783,13 @@ def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -
             finish_oldest()
         if moved["read"] * 45 <= moved["write"] * 55:
             moved["read"] += sizes[number]
-            ticket = runtime.units.fetch(unit, extent, lease, sizes[number], [])
+            ticket = runtime.units.fetch(unit, extent, lease, [])
             running.append((number, ticket, lease, written[number]))
         else:
             moved["write"] += sizes[number]
             written[number] = turn
             stamp(memoryview(lease)[: sizes[number]], turn)
-            runtime.units.write_unit(unit, extent, lease, sizes[number])
+            runtime.units.write_unit(unit, extent, lease)
             running.append((number, None, None, None))
 
     def reading() -> tuple[float, int, list[int]]:
