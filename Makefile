@@ -54,7 +54,7 @@ faults: $(WHEEL) $(STAMPS)/test ## break stores (SOAK_FAULTS, SOAK_KILLS, SOAK_S
 	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
 	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
 	MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_KILLS=$(SOAK_KILLS) $(MAKE) test-python \
-		ARGS="-m '' --timeout 7200 -rP durable/test_faulty_calls.py durable/test_killed_loops.py runs/test_kills.py"
+		ARGS="-m '' --timeout 7200 -rP durability/test_faulty_calls.py durability/test_killed_loops.py recovery/test_kills.py"
 
 coverage: ## print which branches of memascend-nvme and memascend-store their tests take (ARGS=--missed: the lines of others)
 	$(PYTHON) tests/branch_coverage.py $(ARGS)
@@ -90,7 +90,7 @@ fuzz: ## fuzz the parsers of what stores keep: manifest, superblock, notes (FUZZ
 
 FUZZ_RECORDS ?= 20000
 fuzz-records: $(WHEEL) $(STAMPS)/test ## replace values of records, headers and configurations (FUZZ_RECORDS times; MEMASCEND_SEED)
-	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="--timeout 7200 durable/test_record_schema.py formats/test_fuzzed_files.py"
+	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="--timeout 7200 durability/test_record_schema.py formats/test_fuzzed_files.py"
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
 # are processors: tests wait for a drive much of their time. PyTorch's threads would do little but wait for each other: a
@@ -107,8 +107,8 @@ deepspeed: $(WHEEL) $(STAMPS)/test ## test with the first and last versions of D
 # torch and its CUDA libraries are the long part: 3 GB. PyTorch 2.8 computes the shapes of grouped-query attention wrong on
 # tensors without memory: its own share of the memory is then not known, which these tests expect.
 OLDEST := build/oldest
-NOT_OLDEST := --deselect tests/command/test_whole_memory.py \
-	--deselect tests/plan/test_device_plan.py::test_estimates_are_what_transformers_allocates
+NOT_OLDEST := --deselect tests/cli/test_whole_memory.py \
+	--deselect tests/memory_plan/test_device_plan.py::test_estimates_are_what_transformers_allocates
 oldest: $(WHEEL) ## test the wheel with the oldest versions that pyproject.toml allows (ARGS: pytest's)
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)

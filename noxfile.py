@@ -19,8 +19,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = {"3.14": "2.9.0"}
 #: As in the Makefile, which says why.
 NOT_OLDEST = (
-    "--deselect=tests/command/test_whole_memory.py",
-    "--deselect=tests/plan/test_device_plan.py::test_estimates_are_what_transformers_allocates",
+    "--deselect=tests/cli/test_whole_memory.py",
+    "--deselect=tests/memory_plan/test_device_plan.py::test_estimates_are_what_transformers_allocates",
 )
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "venv"

@@ -68,7 +68,7 @@ def dram(nbytes: int, repeats: int) -> float:
 
 def ssd(job: dict) -> dict:
     """Return the rate that `memascend bench` measures, of all the store's places together."""
-    from memascend.machine.drives import measure
+    from memascend.hardware.drives import measure
 
     told = [measure(place, size=job["ssd_bytes"], seconds=job["ssd_seconds"]) for place in job["store"]]
     return {
@@ -124,9 +124,9 @@ def link_of(job: dict, where: Where, store: Path, device: torch.Tensor):
         yield {"h2d": lambda: device.copy_(host), "d2h": lambda: host.copy_(device), "measured_on_device": None}
         return
     from memascend._memascend import Runtime
-    from memascend.machine.cuda import open_device
-    from memascend.plan.arena import Arena
-    from memascend.plan.transfers import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
+    from memascend.hardware.cuda import open_device
+    from memascend.memory_plan.arena import Arena
+    from memascend.memory_plan.transfers import CHUNK_ELEMENTS_MAX, STAGING_CHUNKS
 
     nbytes, chunk_bytes = job["bytes"], 2 * CHUNK_ELEMENTS_MAX
     chunks = nbytes // chunk_bytes + STAGING_CHUNKS

@@ -28,7 +28,7 @@ class MemascendRun:
 
     def __init__(self, job: dict, where: Where) -> None:
         import memascend
-        from memascend.offloading.api import offload_of
+        from memascend.session.api import offload_of
 
         options = {
             "store": [f"{place}/gpu-store" for place in job["store"]],

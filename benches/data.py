@@ -4,7 +4,7 @@
     python benches/data.py --megabytes 64                           # of this Python's own sources, repeated
     python benches/data.py --megabytes 256 --json benches/results/data.json
 
-Each in a process of its own, with the same byte tokenizer: `memascend.command.data` indexes, tokenises and cuts into
+Each in a process of its own, with the same byte tokenizer: `memascend.cli.data` indexes, tokenises and cuts into
 sequences; `datasets` converts the file to Arrow, tokenises with `map` and packs with TRL's `pack_dataset`, as
 `trl.SFTTrainer` does. Both then read 256 sequences. Peak is VmHWM above the baseline, after all imports. It counts the
 pages of mapped files, so RssAnon is beside it, which cannot be dropped. Disk is the size of the scratch directory.
@@ -44,7 +44,7 @@ def child(way: str, path: str, folder: str) -> None:
     import torch  # noqa: F401 (part of the baseline)
     import trl.data_utils
 
-    from memascend.command.data import Blocks, ByteTokenizer, Documents
+    from memascend.cli.data import Blocks, ByteTokenizer, Documents
 
     datasets.disable_progress_bars()
     tokenizer, scratch = ByteTokenizer(), Path(folder)

@@ -316,7 +316,7 @@ def at_random(workdir: Path, durability: str) -> tuple[dict, list[str]]:
     """Make 100 changes of the budget at random moments between passes."""
     import memascend
     from memascend.layout.units import partition
-    from memascend.plan.host import smallest_plan
+    from memascend.memory_plan.host import smallest_plan
 
     chance, budgets = random.Random(SEED), []
     most = 256 * MIB

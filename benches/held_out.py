@@ -26,9 +26,9 @@ import torch
 from _common import machine, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from memascend.command.data import shuffled
-from memascend.command.main import main as command
-from memascend.command.metrics import METRICS_NAME
+from memascend.cli.data import shuffled
+from memascend.cli.main import main as command
+from memascend.cli.metrics import METRICS_NAME
 
 MODULES = ("bisect", "calendar", "csv", "difflib", "fractions", "functools", "glob", "heapq", "inspect", "json", "math")
 MODULES += (

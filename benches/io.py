@@ -453,7 +453,7 @@ def phases(steps: dict[str, Callable[[], None]], before_read: Callable[[], None]
 def peer_memascend(directory: Path, sizes: list[int], _setting: list) -> dict:
     """Return a store of one volume, one request for each tensor; larger ones than a lease in as many as it takes."""
     from memascend._memascend import Runtime
-    from memascend.plan.arena import Arena
+    from memascend.memory_plan.arena import Arena
 
     baseline = rss()["hwm"]
     classes = [("small", SMALL_BYTES, SMALL_COUNT), ("large", LEASE_BYTES, LEASE_COUNT)]
@@ -753,7 +753,7 @@ def volume_rate(device: Path, seconds: float) -> float:
 def store_rate(devices: Sequence[str], rates: Sequence[float], seconds: float) -> dict:
     """Return the bytes per second of tensors read and written 55 to 45, some at a time, in the steady state."""
     from memascend._memascend import Runtime
-    from memascend.plan.arena import Arena
+    from memascend.memory_plan.arena import Arena
 
     classes = [("tensors", max(TENSOR_BYTES), IN_FLIGHT)]
     arena = Arena(classes, [], 64 * 1024, 16, 64 * 1024, 64 * 1024, 1)

@@ -31,14 +31,14 @@ import torch
 from _common import finish, machine, markdown, run
 
 import memascend
+from memascend.autograd import recompute as recompute_module
 from memascend.forecast import zero_infinity
 from memascend.layout.units import PAGE_BYTES, absent_like, partition, round_up
-from memascend.offloading import activations
-from memascend.offloading.computing import Computing
-from memascend.offloading.hooks import Hooks
-from memascend.offloading.session import Session
+from memascend.memory_plan.host import make_plan, smallest_plan
 from memascend.options import OffloadOptions
-from memascend.plan.host import make_plan, smallest_plan
+from memascend.session.compute import ComputeOptions
+from memascend.session.module_hooks import Hooks
+from memascend.session.session import Session
 
 CONFIGS = Path(__file__).parent / "configs"
 RECORDED_TOKENS, SEED, MAX_NORM, GIB, MIB = 512, 1, 1.0, 2**30, 2**20
@@ -130,7 +130,7 @@ class Recorder:
 
         def loose(unit):
             # Every look at a parameter asks; only those that find the unit absent do anything.
-            return ("loose", unit.name) if streamer.depth and streamer.residencies[unit].users == 0 else None
+            return ("loose", unit.name) if streamer.depth and streamer.cached_units[unit].users == 0 else None
 
         fetch = streamer.cache.fetch
 
@@ -152,7 +152,7 @@ class Recorder:
             if not self.ended:
                 self.events.append(("release", token))
 
-        class Stashed(activations.StashedInput):
+        class Stashed(recompute_module.StashedInput):
             def __init__(self, runtime, tensor):
                 self.token = recorder.new_token()
                 recorder.note("stash", self.token, tensor.nbytes)
@@ -163,21 +163,21 @@ class Recorder:
                 recorder.note("restore", self.token)
                 return super().restore()
 
-        recompute = activations.Recomputation._recompute
+        recompute = recompute_module.Recomputation._recompute
 
         def recomputed(recomputation):
             recompute(recomputation)
             # The views of weights among the saved values keep the unit's buffer after the unit was left.
             for value, _ in recomputation.values.values():
                 unit = streamer.by_address.get(value.untyped_storage().data_ptr())
-                if unit is not None and streamer.residencies[unit].storage is not None:
+                if unit is not None and streamer.cached_units[unit].storage is not None:
                     token = self.new_token()
                     self.note("hold", token, unit.name)
                     weakref.finalize(value, died, token)
 
         stack = ExitStack()
-        stack.enter_context(mock.patch.object(activations, "StashedInput", Stashed))
-        stack.enter_context(mock.patch.object(activations.Recomputation, "_recompute", recomputed))
+        stack.enter_context(mock.patch.object(recompute_module, "StashedInput", Stashed))
+        stack.enter_context(mock.patch.object(recompute_module.Recomputation, "_recompute", recomputed))
         stack.callback(setattr, self, "ended", True)
         return stack
 
@@ -281,7 +281,7 @@ class Replay:
             tuning=tuning,
         )
         self.model, self.plan, self.activation_scale = model, plan, activation_scale
-        self.state = Session(model, units, plan, Computing.of(options), source={})
+        self.state = Session(model, units, plan, ComputeOptions.of(options), source={})
         Hooks(self.state).attach()
         self.optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
         self.units = {unit.name: unit for unit in units}
@@ -329,7 +329,7 @@ class Replay:
         elif kind == "storage":
             return streamer.storage(self.units[args[0]])
         elif kind == "hold":
-            held[args[0]] = streamer.residencies[self.units[args[1]]].storage
+            held[args[0]] = streamer.cached_units[self.units[args[1]]].storage
             assert held[args[0]] is not None, f"{args[1]} is resident while it is recomputed"
         elif kind == "stash":
             nbytes = int(args[1] * self.activation_scale)
@@ -352,7 +352,7 @@ class Replay:
 
     def sample(self, transient) -> None:
         stats = self.state.runtime.stats()
-        resident = [r for r in self.state.streamer.residencies.values() if r.storage is not None]
+        resident = [r for r in self.state.streamer.cached_units.values() if r.storage is not None]
         views = {view.data_ptr() for view in self.held.values() if isinstance(view, torch.Tensor)}
         if transient is not None:
             views.add(transient.data_ptr())
@@ -412,7 +412,7 @@ def by_consumer(plan, classes) -> list[dict]:
     """Name the size classes of the pools after the plan's lines that they serve."""
     named: list[dict] = []
     found = iter(classes)
-    for lines in (plan.buffers, plan.packs, [plan.staging, plan.kept], [plan.slots], [plan.states]):
+    for lines in (plan.buffers, plan.packs, [plan.staging, plan.staging_cache], [plan.slots], [plan.states]):
         sizes: dict[int, list[str]] = {}
         for line in lines:
             if line.count:

@@ -58,8 +58,8 @@ def child(job: dict) -> dict:
     from transformers import Qwen2ForCausalLM  # noqa: F401
 
     import memascend
+    from memascend.autograd.recompute import COMES, LEAVES
     from memascend.common.timeline import noted
-    from memascend.offloading.activations import COMES, LEAVES
 
     baseline = rss()["rss"]
     model = memascend.from_pretrained(

@@ -67,7 +67,7 @@ def child(job: dict) -> dict:
 
     from memascend._memascend import ForTests
     from memascend.common import timeline
-    from memascend.offloading.api import offload_of
+    from memascend.session.api import offload_of
 
     training = MemascendRun(job["model_dir"], job["scratch"], job)
     runtime = offload_of(training.model).runtime

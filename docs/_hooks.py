@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memascend.command.arguments import parser as command_parser
+from memascend.cli.arguments import parser as command_parser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,16 +12,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import fake_cuda
-import needs
-import products
+import float32_products
 import pytest
+import requirements
 import sampling
 import torch
 from simulated_device import SimulatedDevice
 
 import memascend
 from memascend.layout import tables
-from memascend.offloading import native
+from memascend.session import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,14 +67,14 @@ def _models_leave_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Close models that a failed test has left open on a device, where they would limit the next one."""
     yield
     if request.node.get_closest_marker("gpu"):
-        for holder in list(native._open_holders):
+        for holder in list(runtime._open_holders):
             holder.close(failed=True)
 
 
 @pytest.fixture(scope="module")
 def products_in_float32() -> Iterator[None]:
     """For tests whose two sides multiply alike: products of half precision that are quick on every processor."""
-    with products.in_float32():
+    with float32_products.in_float32():
         yield
 
 
@@ -118,7 +118,7 @@ def fake(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake
     own.mkdir()
     monkeypatch.setenv(fake_cuda.VARIABLE, str(shutil.copy(library, own)))
     # Inputs of every layer, however small.
-    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.autograd.recompute.STASH_FROM_BYTES", 1)
     fake = fake_cuda.Fake()
     fake.set("lazy", 1)
     return fake
@@ -143,7 +143,7 @@ def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Mo
 
 def pytest_configure() -> None:
     """Refuse a MEMASCEND_REQUIRE that cannot be understood before any test runs."""
-    needs.required()
+    requirements.required()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -165,9 +165,9 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip or fail tests that need root or a GPU where there is none."""
     if item.get_closest_marker("root") and os.geteuid() != 0:
-        needs.unmet("root", "this is an ordinary user")
+        requirements.unmet("root", "this is an ordinary user")
     if item.get_closest_marker("gpu") and not _has_gpu():
-        needs.unmet("gpu", "PyTorch finds no CUDA device")
+        requirements.unmet("gpu", "PyTorch finds no CUDA device")
     if item.get_closest_marker("rehearsal") and not _has_gpu():
         pytest.skip("PyTorch finds no CUDA device; `make rehearse` makes a stand-in")
 

@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import faults
 import forked
-import lab
-import needs
 import psutil
 import pytest
+import requirements
 
-needs.package("transformers")
+requirements.package("transformers")
 
-HEAVY = ("torch._dynamo", "transformers.trainer", "memascend.command.finetune", "rank_programs", "launched_programs")
+HEAVY = ("torch._dynamo", "transformers.trainer", "memascend.cli.finetune", "rank_programs", "launched_programs")
 MISSING = f"import sys; print([name for name in {HEAVY} if name not in sys.modules])"
 pytestmark = pytest.mark.skipif("MEMASCEND_FRESH" in os.environ, reason="MEMASCEND_FRESH: no program is forked")
 
@@ -29,7 +29,7 @@ def show(_pipe: Any, code: str) -> None:
 
 def test_what_takes_seconds_is_imported(tmp_path: Path) -> None:
     assert forked.run(["-c", MISSING]).stdout == "[]\n"
-    with lab.Child(tmp_path, show, MISSING) as child:
+    with faults.Child(tmp_path, show, MISSING) as child:
         assert child.wait(120).out == "[]\n"
 
 

@@ -74,7 +74,7 @@ def host_copies(nbytes: int, repeats: int) -> Iterator[dict]:
 
 def drives(places: dict[str, Path], nbytes: int, seconds: float) -> Iterator[dict]:
     """Measure the drive of each place by the workloads of `memascend bench`."""
-    from memascend.machine.drives import measure
+    from memascend.hardware.drives import measure
 
     for name, place in places.items():
         try:

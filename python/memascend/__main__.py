@@ -1,5 +1,5 @@
 """`python -m memascend` is the `memascend` command."""
 
-from memascend.command.main import run
+from memascend.cli.main import run
 
 run()

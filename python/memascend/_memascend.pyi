@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Final, Unpack, final
 
+from memascend.memory_plan.arena import Arena
 from memascend.options import Tuning
-from memascend.plan.arena import Arena
 
 __all__ = [
     "FILE_WINDOWS",

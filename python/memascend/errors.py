@@ -129,3 +129,11 @@ def closed_error(runtime: Any, message: str) -> MemascendError:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def stale(subject: str) -> str:
+    """Say that weights changed between a forward pass and its backward pass."""
+    return (
+        f"{subject} changed since the forward pass whose gradients were asked for: call backward() before "
+        "optimizer.step(), or run the forward pass again"
+    )

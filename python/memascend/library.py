@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 from memascend.formats.distributed import load_distributed, save_distributed
 from memascend.formats.hugging_face import from_pretrained
 from memascend.formats.saving import parameters_of, save_pretrained
-from memascend.machine.pinned import empty_pinned, pin_memory
-from memascend.offloading.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
-from memascend.offloading.slices import run_in_slices
-from memascend.offloading.tiles import run_in_tiles
+from memascend.hardware.pinned import empty_pinned, pin_memory
 from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
 from memascend.optim.scaler import GradScaler
-from memascend.runs.reshard import reshard
-from memascend.runs.resume import (
+from memascend.recovery.reshard import reshard
+from memascend.recovery.resume import (
     Resumed,
     can_resume,
     checkpoints,
@@ -24,6 +21,9 @@ from memascend.runs.resume import (
     save_checkpoint,
     track,
 )
+from memascend.session.api import find_offload, offload, offload_of, set_device_memory, set_host_memory
+from memascend.slicing.slices import run_in_slices
+from memascend.slicing.tiles import run_in_tiles
 from memascend.vocabulary.fused import fuse_loss
 from memascend.vocabulary.loss import linear_cross_entropy
 

@@ -15,8 +15,8 @@ import yaml
 
 import memascend
 from memascend._memascend import instruction_set
-from memascend.command import main
-from memascend.command.arguments import parser
+from memascend.cli import main
+from memascend.cli.arguments import parser
 from memascend.doctor import features
 
 ROOT = Path(__file__).resolve().parents[2]

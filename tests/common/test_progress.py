@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memascend.command.tables import step_text
+from memascend.cli.tables import step_text
 from memascend.common import progress
 from memascend.common.progress import Progress
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -83,13 +83,15 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.chdir(tmp_path)
     for drive in ("nvme", "nvme0", "nvme1"):
         Path(drive).mkdir()
-    tiny.build("llama").save_pretrained("path/to/hf_model")
-    mixture = Qwen3MoeConfig(**tiny.MOE | {"vocab_size": tiny.VOCABULARY}, num_experts=4, moe_intermediate_size=192)
+    tiny_models.build("llama").save_pretrained("path/to/hf_model")
+    mixture = Qwen3MoeConfig(
+        **tiny_models.MOE | {"vocab_size": tiny_models.VOCABULARY}, num_experts=4, moe_intermediate_size=192
+    )
     Qwen3MoeForCausalLM(mixture).to(torch.bfloat16).save_pretrained("path/to/mixture")
     values: dict[str, Any] = {
         "memascend": memascend,
         "torch": torch,
-        "loader": Loader(tiny.batch("llama", step) for step in range(3)),
+        "loader": Loader(tiny_models.batch("llama", step) for step in range(3)),
         "train": train,
         "gpu": torch.cuda.is_available(),
         "lightning": importlib.util.find_spec("lightning") is not None,
@@ -103,8 +105,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks(page: Path, names: dict[str, Any]) -> None:
-    markdown = needs.package("sybil", "sybil.parsers.markdown")
-    document = needs.package("sybil", "sybil.document").Document.parse(
+    markdown = requirements.package("sybil", "sybil.parsers.markdown")
+    document = requirements.package("sybil", "sybil.document").Document.parse(
         str(page),
         markdown.CodeBlockParser(language="python", evaluator=run_python),
         markdown.CodeBlockParser(language="sh", evaluator=check_commands),

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forked
-import needs
 import pytest
+import requirements
 from simulated_device import Accesses, SimulatedDevice
 
-from memascend.command.arguments import parser
+from memascend.cli.arguments import parser
 
 if TYPE_CHECKING:
     import fake_cuda
@@ -59,7 +59,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["train_loop.py", "lora.py", "encoder_own_loss.py"])
 def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "lora.py":
-        needs.package("peft")
+        requirements.package("peft")
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert_learned(capsys.readouterr().out)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from twins import Twins
+from differential import Twins
 
 import memascend
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
+import requirements
 import torch
 from traffic import build, saved, settle
 from transformers import LlamaConfig
 
 import memascend
-from memascend.command import adapters
-from memascend.command.lora import Adapters
+from memascend.cli import adapters
+from memascend.cli.lora import Adapters
 from memascend.forecast.forecast import forecast
 from memascend.forecast.traffic import divided
-from memascend.plan.host import smallest_plan
+from memascend.memory_plan.host import smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ SMALL = LlamaConfig(
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("spare", [0, 8 << 20])
 def test_traffic_of_adapters_is_that_of_a_real_run(spare: int, tmp_path: Path, offloaded: Callable[..., Any]) -> None:
-    needs.package("peft", "peft")
+    requirements.package("peft", "peft")
     model = build(SMALL).requires_grad_(False)
     budget = smallest_plan(divided(model)).total + spare
     offloaded(model, host_memory=budget, durability="none")

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lab
+import faults
 import pytest
-import tiny
+import tiny_models
 
-from memascend.command import main
+from memascend.cli import main
 from memascend.errors import BudgetError, DataError
 from memascend.forecast import zero_infinity
 from memascend.forecast.deepspeed.configuration import read_configuration
@@ -153,7 +153,7 @@ def test_traffic_of_deepspeed_is_that_of_its_formula(written: Callable[..., Path
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=64)
+    return tiny_models.llama_directory(tmp_path_factory.mktemp("model"), hidden=64)
 
 
 def test_the_budget_of_the_section_is_kept(written: Callable[..., Path]) -> None:
@@ -205,8 +205,8 @@ def test_deepspeed_is_not_needed(model_dir: Path, written: Callable[..., Path]) 
     script = """
 import sys
 sys.modules["deepspeed"] = None
-from memascend.command import main
+from memascend.cli import main
 assert main.main(sys.argv[1:]) == 0
 """
-    out = lab.run_script(script, ["plan", str(model_dir), "--deepspeed", str(written())], {})
+    out = faults.run_script(script, ["plan", str(model_dir), "--deepspeed", str(written())], {})
     assert "optimizer states" in out

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 from traffic import build, saved, steps
 from transformers import LlamaConfig
 
 import memascend
 from memascend.forecast.forecast import Gpu, forecast
+from memascend.hardware.gpu import NAMES, Rate
 from memascend.layout.units import partition
-from memascend.machine.gpu import NAMES, Rate
-from memascend.plan.host import smallest_plan
+from memascend.memory_plan.host import smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ def compare(
 ) -> Any:
     model, tokens = build(config), SEQUENCES * LENGTH
     known: dict[str, Any] = {"tokens": tokens, "config": config, "activations": activations}
-    device_memory = tiny.smallest_device_budget(model, **known) + spare
+    device_memory = tiny_models.smallest_device_budget(model, **known) + spare
     host_memory = smallest_plan(partition(model, uploaded=True)).total + (4 << 20)
     on_device(
         model,

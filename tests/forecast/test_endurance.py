@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 from commands import words_of
 from traffic import build, saved, steps
 from transformers import LlamaConfig
 
 import memascend
-from memascend.command import main, writes
+from memascend.cli import main, writes
 from memascend.common.sizes import format_decimal
 from memascend.forecast.forecast import forecast
 from memascend.forecast.kinds import KINDS
-from memascend.machine import drives
+from memascend.hardware import drives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +163,7 @@ def test_shares_of_drives(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with text beside it."""
-    return tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=64)
+    return tiny_models.llama_directory(tmp_path_factory.mktemp("model"), hidden=64)
 
 
 def lines(err: str) -> list[str]:

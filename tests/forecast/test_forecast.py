@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import smallest_budget
+from tiny_models import smallest_budget
 from torch.utils.flop_counter import FlopCounterMode
 from traffic import EXPERTS, TIED, assert_measured, build, saved, steps
 from transformers import (
@@ -19,18 +19,18 @@ from transformers import (
 
 import memascend
 from memascend import BudgetError
-from memascend.command import main
+from memascend.cli import main
 from memascend.forecast import zero_infinity
 from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.kinds import KINDS
 from memascend.forecast.step_time import step_time
 from memascend.forecast.traffic import Replay
+from memascend.hardware import gpu
+from memascend.hardware.gpu import Rate
 from memascend.layout.units import Unit, partition
-from memascend.machine import gpu
-from memascend.machine.gpu import Rate
+from memascend.memory_plan.host import smallest_plan
+from memascend.memory_plan.lines import Line
 from memascend.optim import NAMED
-from memascend.plan.host import smallest_plan
-from memascend.plan.lines import Line
 
 # Bytes moved do not depend on digits.
 pytestmark = pytest.mark.usefixtures("products_in_float32")

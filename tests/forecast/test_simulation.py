@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memascend.forecast import simulation
 from memascend.forecast.simulation import StepBytes, simulate_step
-from memascend.forecast.traffic import Work
+from memascend.forecast.traffic import Workload
 from memascend.layout import tables
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def allocations() -> Iterator[list[int]]:
     found += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-def measure(model: nn.Module, work: Work) -> StepBytes:
+def measure(model: nn.Module, work: Workload) -> StepBytes:
     """Run a step, and return the most that lives at once in each pass."""
     ids = torch.randint(0, model.config.vocab_size, (work.batch_size, work.seq_len))
     with allocations() as forward:
@@ -76,7 +76,7 @@ def assert_near(found: StepBytes | None, measured: StepBytes, near: float = 0.03
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_is_what_a_step_in_memory_allocates(name: str) -> None:
-    config, work = config_of(name), Work(256, 3, 1, recompute=False)
+    config, work = config_of(name), Workload(256, 3, 1, recompute=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     for parameter in model.parameters():
@@ -92,7 +92,7 @@ def test_it_is_what_an_offloaded_model_allocates(
 ) -> None:
     monkeypatch.setattr(tables, "TABLE_BYTES_MIN", 1 << 20)
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 18)
-    config, work = config_of(name), Work(256, 3, 1)
+    config, work = config_of(name), Workload(256, 3, 1)
     torch.manual_seed(0)
     model = offloaded(AutoModelForCausalLM.from_config(config, dtype=dtype).train())
     assert any(unit.is_table for unit in model._memascend.units)
@@ -106,49 +106,49 @@ def test_it_is_what_an_offloaded_model_allocates(
 
 def test_gradients_of_experts_that_are_made_one_by_one(offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"] | {"vocab_size": 64, "num_experts": 32})
-    work = Work(64, 1, 1, experts="pieces")
+    work = Workload(64, 1, 1, experts="pieces")
     torch.manual_seed(0)
     model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), experts="pieces")
     found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
     assert_near(found, measure(model, work), 0.15)  # Experts get unequal shares.
-    whole = simulate_step(config, Path(), torch.float32, Work(64, 1, 1), in_memory=False)
+    whole = simulate_step(config, Path(), torch.float32, Workload(64, 1, 1), in_memory=False)
     assert found is not None and whole is not None and found.backward < 0.3 * whole.backward
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_layers_on_slices_hold_the_activations_of_one(name: str, offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model(name, **CONFIGS[name] | {"vocab_size": 256})  # without a loss that takes more
-    work = Work(256, 6, 1, micro_batch_size=2)
+    work = Workload(256, 6, 1, micro_batch_size=2)
     torch.manual_seed(0)
     model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), micro_batch_size=2)
     measure(model, work)  # with the trial
     model.zero_grad()
     found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
     assert_near(found, measure(model, work))
-    whole = simulate_step(config, Path(), torch.float32, Work(256, 6, 1), in_memory=False)
+    whole = simulate_step(config, Path(), torch.float32, Workload(256, 6, 1), in_memory=False)
     assert found is not None and whole is not None and found.backward < 0.8 * whole.backward
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_tiles_hold_the_intermediate_tensors_of_one(name: str, offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model(name, **CONFIGS[name] | {"vocab_size": 64})  # without a loss that takes more
-    work = Work(2048, 1, 1, tile_tokens=256)
+    work = Workload(2048, 1, 1, tile_tokens=256)
     torch.manual_seed(0)
     model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), tile_tokens=256)
     measure(model, work)  # with the trials
     model.zero_grad()
     found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
     assert_near(found, measure(model, work))
-    whole = simulate_step(config, Path(), torch.float32, Work(2048, 1, 1), in_memory=False)
+    whole = simulate_step(config, Path(), torch.float32, Workload(2048, 1, 1), in_memory=False)
     assert found is not None and whole is not None and found.backward < 0.7 * whole.backward
 
 
 def test_more_sequences_than_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("llama")
-    whole = simulate_step(config, Path(), torch.float32, Work(64, 64, 1), in_memory=False)
+    whole = simulate_step(config, Path(), torch.float32, Workload(64, 64, 1), in_memory=False)
     assert whole is not None
     monkeypatch.setattr(simulation, "TOKENS_MAX", 64 * 16)
-    assert_near(simulate_step(config, Path(), torch.float32, Work(64, 64, 1), in_memory=False), whole)
+    assert_near(simulate_step(config, Path(), torch.float32, Workload(64, 64, 1), in_memory=False), whole)
 
 
 def test_layers_that_differ_are_all_run() -> None:
@@ -159,7 +159,7 @@ def test_layers_that_differ_are_all_run() -> None:
             AutoConfig.for_model("qwen3_moe", **widths, mlp_only_layers=dense),
             Path(),
             torch.float32,
-            Work(256, 3, 1),
+            Workload(256, 3, 1),
             in_memory=False,
         )
         for dense in ([0, 1], [0, 1, 2, 3])
@@ -172,4 +172,4 @@ def test_a_model_whose_code_needs_values_is_not_known() -> None:
     config = config_of("llama")
     model_class = type(AutoModelForCausalLM.from_config(config))
     with mock.patch.object(model_class, "forward", lambda *_, input_ids, **__: input_ids.numpy()):
-        assert simulate_step(config, Path(), torch.float32, Work(64, 1, 1), in_memory=False) is None
+        assert simulate_step(config, Path(), torch.float32, Workload(64, 1, 1), in_memory=False) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -43,27 +43,29 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
 def saved(tmp_path: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
     """Let transformers save a tiny model; returns the directory."""
     directory = tmp_path / "saved"
-    tiny.build(architecture, dtype).save_pretrained(directory, **options)
+    tiny_models.build(architecture, dtype).save_pretrained(directory, **options)
     return directory
 
 
 def by_transformers(architecture: str, directory: Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    model, info = type(tiny.build(architecture)).from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    model, info = type(tiny_models.build(architecture)).from_pretrained(
+        directory, dtype=dtype, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
     return model
 
 
 def assert_equal_models(actual: nn.Module, expected: nn.Module, architecture: str) -> None:
-    tiny.assert_same_weights(dict(memascend.parameters_of(actual)), dict(memascend.parameters_of(expected)))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(actual)), dict(memascend.parameters_of(expected)))
     buffers = dict(expected.named_buffers())
     assert dict(actual.named_buffers()).keys() == buffers.keys()
     for name, buffer in actual.named_buffers():
         assert torch.equal(buffer, buffers[name]) and buffer.dtype == buffers[name].dtype, name
-    assert torch.equal(tiny.logits(actual, architecture), tiny.logits(expected, architecture))
-    assert torch.equal(tiny.generated(actual, architecture), tiny.generated(expected, architecture))
+    assert torch.equal(tiny_models.logits(actual, architecture), tiny_models.logits(expected, architecture))
+    assert torch.equal(tiny_models.generated(actual, architecture), tiny_models.generated(expected, architecture))
 
 
-@pytest.mark.parametrize("architecture", tiny.HUGGING_FACE)
+@pytest.mark.parametrize("architecture", tiny_models.HUGGING_FACE)
 @pytest.mark.parametrize(
     ("on_disk", "dtype"),
     [
@@ -85,7 +87,7 @@ def test_reads_what_transformers_writes(
     assert_equal_models(model, by_transformers(architecture, directory, kind), architecture)
 
 
-@pytest.mark.parametrize("architecture", tiny.HUGGING_FACE)
+@pytest.mark.parametrize("architecture", tiny_models.HUGGING_FACE)
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
 def test_transformers_reads_what_is_written(
     tmp_path: Path, opened: Callable[..., nn.Module], architecture: str, shards: bool
@@ -95,19 +97,19 @@ def test_transformers_reads_what_is_written(
     directory = saved(tmp_path, architecture, **limit)
     assert (directory / WEIGHTS).exists() != shards
     model = opened(directory)
-    trace = tiny.train(model, architecture, steps=1)
+    trace = tiny_models.train(model, architecture, steps=1)
     out = tmp_path / "out"
     memascend.save_pretrained(model, out, **limit)
     loaded = by_transformers(architecture, out)
-    tiny.assert_same_weights(dict(memascend.parameters_of(loaded)), trace.weights)
-    assert torch.equal(tiny.logits(loaded, architecture), trace.logits[-1])
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(loaded)), trace.weights)
+    assert torch.equal(tiny_models.logits(loaded, architecture), trace.logits[-1])
     assert (out / WEIGHTS).exists() != shards
     assert not list(out.glob("*.tmp"))
     # The very same tensors, names and dtypes as transformers writes for that model.
     again = tmp_path / "again"
     loaded.save_pretrained(again)
     ours = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
-    tiny.assert_same_weights(ours, load_file(again / WEIGHTS))
+    tiny_models.assert_same_weights(ours, load_file(again / WEIGHTS))
     if shards:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == set(ours)
@@ -126,7 +128,7 @@ def test_transformers_reads_what_is_written(
 def test_writes_another_dtype(
     tmp_path: Path, offloaded: Callable[..., nn.Module], where: str, architecture: str, dtype: str, written: Any
 ) -> None:
-    model = tiny.build(architecture, getattr(torch, dtype))
+    model = tiny_models.build(architecture, getattr(torch, dtype))
     kind = {"fp32": torch.float32, "float16": torch.float16}.get(written, torch.bfloat16)
     expected = {name: value.detach().to(kind) for name, value in model.named_parameters()}
     said = model.config.dtype
@@ -135,7 +137,9 @@ def test_writes_another_dtype(
     memascend.save_pretrained(model, tmp_path / "out", written, max_shard_size="300KB")
     assert model.config.dtype == said
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
-    tiny.assert_same_weights(dict(by_transformers(architecture, tmp_path / "out", kind).named_parameters()), expected)
+    tiny_models.assert_same_weights(
+        dict(by_transformers(architecture, tmp_path / "out", kind).named_parameters()), expected
+    )
     files = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
     weights = [value for file in files.values() for value in file.values()]
     assert len(files) > 1 and all(value.dtype == kind for value in weights)
@@ -144,13 +148,13 @@ def test_writes_another_dtype(
 
 
 def test_a_weight_beyond_float16(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
-    model = tiny.build("qwen3", torch.float32)
+    model = tiny_models.build("qwen3", torch.float32)
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
     with torch.no_grad():
         weight[3, 4] = float("inf")
     offloaded(model)
     memascend.save_pretrained(model, tmp_path / "out", "float16")
-    other = tiny.build("qwen3", torch.float32)
+    other = tiny_models.build("qwen3", torch.float32)
     with torch.no_grad():
         other.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 65_520.0
     offloaded(other, store=tmp_path / "other")
@@ -165,12 +169,12 @@ def test_a_weight_beyond_float16(tmp_path: Path, offloaded: Callable[..., nn.Mod
 def test_writes_a_model_that_was_offloaded_from_memory(
     tmp_path: Path, offloaded: Callable[..., nn.Module], architecture: str
 ) -> None:
-    model = offloaded(tiny.build(architecture, torch.float32))
+    model = offloaded(tiny_models.build(architecture, torch.float32))
     memascend.save_pretrained(model, tmp_path / "out")
     saved(tmp_path, architecture, torch.float32)
-    tiny.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS))
+    tiny_models.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS))
     loaded = by_transformers(architecture, tmp_path / "out", torch.float32)
-    tiny.assert_same_weights(dict(memascend.parameters_of(loaded)), dict(memascend.parameters_of(model)))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(loaded)), dict(memascend.parameters_of(model)))
 
 
 def test_saving_applies_the_deferred_update(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
@@ -178,20 +182,20 @@ def test_saving_applies_the_deferred_update(tmp_path: Path, opened: Callable[...
     model, twin = opened(directory), by_transformers("llama", directory).train()
     for one in (model, twin):
         optimizer = memascend.AdamW(one.parameters(), lr=1e-2)
-        one(**tiny.batch("llama", 0)).loss.backward()
+        one(**tiny_models.batch("llama", 0)).loss.backward()
         optimizer.step()
     memascend.save_pretrained(model, tmp_path / "out")
     memascend.save_pretrained(twin, tmp_path / "twin")
-    tiny.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), load_file(tmp_path / "twin" / WEIGHTS))
+    tiny_models.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), load_file(tmp_path / "twin" / WEIGHTS))
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5", "qwen3_moe"])
 def test_training_from_a_directory(tmp_path: Path, opened: Callable[..., nn.Module], architecture: str) -> None:
     directory = saved(tmp_path, architecture)
-    expected = tiny.train(by_transformers(architecture, directory).train(), architecture)
+    expected = tiny_models.train(by_transformers(architecture, directory).train(), architecture)
     model = opened(directory).train()
-    tiny.assert_same(tiny.train(model, architecture), expected)
+    tiny_models.assert_same(tiny_models.train(model, architecture), expected)
 
 
 def test_progress_and_the_smallest_budget(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
@@ -497,7 +501,7 @@ def test_an_index_does_not_lead_out_of_the_directory(tmp_path: Path, opened: Cal
 def test_out_that_cannot_be_written_leaves_nothing_half_done(
     tmp_path: Path, offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = offloaded(tiny.build("llama"))
+    model = offloaded(tiny_models.build("llama"))
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(OSError, match=str(file)):
@@ -515,11 +519,11 @@ def test_out_that_cannot_be_written_leaves_nothing_half_done(
 
 def test_plain_modules_have_no_checkpoint_format(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
     with pytest.raises(memascend.CheckpointError, match="parameters_of"):
-        memascend.save_pretrained(tiny.build("plain"), tmp_path / "out")
+        memascend.save_pretrained(tiny_models.build("plain"), tmp_path / "out")
     # Offloaded, its weights are written all the same, as safetensors.
-    model = offloaded(tiny.build("plain"))
+    model = offloaded(tiny_models.build("plain"))
     memascend.save_pretrained(model, tmp_path / "out")
-    tiny.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), dict(memascend.parameters_of(model)))
+    tiny_models.assert_same_weights(load_file(tmp_path / "out" / WEIGHTS), dict(memascend.parameters_of(model)))
 
 
 def test_buffers_made_from_weights(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
@@ -531,8 +535,8 @@ def test_buffers_made_from_weights(tmp_path: Path, opened: Callable[..., nn.Modu
     directory = tmp_path / "saved"
     model.save_pretrained(directory)
     loaded = opened(directory, dtype="float32")
-    tiny.assert_same_weights(dict(memascend.parameters_of(loaded)), dict(model.named_parameters()))
-    tiny.assert_same_weights(dict(loaded.named_buffers()), dict(model.named_buffers()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(loaded)), dict(model.named_parameters()))
+    tiny_models.assert_same_weights(dict(loaded.named_buffers()), dict(model.named_buffers()))
     tensors = load_file(directory / WEIGHTS)
     name = next(
         name for name, value in tensors.items() if name.endswith("weight_integer") and value.shape == shift.shape

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import flushes
 import forked
 import pytest
-import tiny
+import tiny_models
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -71,7 +71,7 @@ def test_round_trip(
     offloaded: Callable[..., nn.Module], tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     architecture, dtype, optimizer_of, elsewhere = KINDS[kind]
-    model = offloaded(freeze(tiny.build(architecture, dtype)))
+    model = offloaded(freeze(tiny_models.build(architecture, dtype)))
     optimizer = optimizer_of(groups_of(model), lr=LR)
     train(model, architecture, optimizer, 0)
     optimizer.param_groups[1]["lr"] = LR / 2
@@ -79,7 +79,7 @@ def test_round_trip(
     assert [path.name for path in tmp_path.iterdir() if path.name != "store"] == ["saved"]
 
     def other(where: str) -> tuple[nn.Module, memascend.AdamW]:
-        twin = freeze(tiny.build(architecture, dtype, seed=1))
+        twin = freeze(tiny_models.build(architecture, dtype, seed=1))
         options: dict[str, Any] = {}
         if where == "offloaded":
             offloaded(twin, store=tmp_path / "other")
@@ -96,13 +96,13 @@ def test_round_trip(
     twins = [other(where) for where in ("offloaded", elsewhere)]
     for twin, twin_optimizer in twins:
         memascend.load_distributed(twin, twin_optimizer, tmp_path / "saved")
-        tiny.assert_same_weights(dict(memascend.parameters_of(twin)), weights)
+        tiny_models.assert_same_weights(dict(memascend.parameters_of(twin)), weights)
         assert_same_states(states_by_name(twin, twin_optimizer), states)
         assert [{**group, "params": []} for group in twin_optimizer.param_groups] == options
     train(model, architecture, optimizer, 2)
     for twin, twin_optimizer in twins:
         train(twin, architecture, twin_optimizer, 2)
-        tiny.assert_same_weights(dict(memascend.parameters_of(twin)), dict(memascend.parameters_of(model)))
+        tiny_models.assert_same_weights(dict(memascend.parameters_of(twin)), dict(memascend.parameters_of(model)))
     # And back from there.
     memascend.save_distributed(*twins[1], tmp_path / "again")
     memascend.load_distributed(*twins[0], tmp_path / "again")
@@ -121,15 +121,15 @@ def load_into_torch(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
 def test_to_torch_and_back(
     offloaded: Callable[..., nn.Module], tmp_path: Path, architecture: str, dtype: torch.dtype
 ) -> None:
-    model = offloaded(freeze(tiny.build(architecture, dtype)))
+    model = offloaded(freeze(tiny_models.build(architecture, dtype)))
     optimizer = memascend.AdamW(groups_of(model), lr=LR)
     train(model, architecture, optimizer, 0)
     memascend.save_distributed(model, optimizer, tmp_path / "ours")
 
-    theirs = freeze(tiny.build(architecture, dtype, seed=1))
+    theirs = freeze(tiny_models.build(architecture, dtype, seed=1))
     reference = torch.optim.AdamW(groups_of(theirs), lr=1.0, fused=True)
     load_into_torch(theirs, reference, tmp_path / "ours")
-    tiny.assert_same_weights(dict(theirs.named_parameters()), dict(memascend.parameters_of(model)))
+    tiny_models.assert_same_weights(dict(theirs.named_parameters()), dict(memascend.parameters_of(model)))
     wanted = {
         name: {kind: value.to(dtype) if value.ndim else value for kind, value in states.items() if kind != "master_low"}
         for name, states in states_by_name(model, optimizer).items()
@@ -142,7 +142,7 @@ def test_to_torch_and_back(
     state = {"model": get_model_state_dict(theirs), "optim": get_optimizer_state_dict(theirs, reference)}
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     memascend.load_distributed(model, optimizer, tmp_path / "theirs")
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(theirs.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(theirs.named_parameters()))
     back = states_by_name(model, optimizer)
     for states in back.values():
         # The weight as it came is the master now.
@@ -153,7 +153,7 @@ def test_to_torch_and_back(
 
 
 def test_masters_do_not_disturb_torch(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    model = offloaded(tiny.build("plain"))
+    model = offloaded(tiny_models.build("plain"))
     optimizer = memascend.AdamW(model.parameters(), lr=LR)
     train(model, "plain", optimizer, 0)
     memascend.save_distributed(model, optimizer, tmp_path / "saved")
@@ -161,7 +161,7 @@ def test_masters_do_not_disturb_torch(offloaded: Callable[..., nn.Module], tmp_p
     dcp_to_torch_save(tmp_path / "saved", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert any("master_low" in states for states in whole["optim"]["state"].values())
-    theirs = tiny.build("plain", seed=1)
+    theirs = tiny_models.build("plain", seed=1)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1.0)
     set_model_state_dict(theirs, whole["model"])
     set_optimizer_state_dict(theirs, reference, whole["optim"])
@@ -169,16 +169,16 @@ def test_masters_do_not_disturb_torch(offloaded: Callable[..., nn.Module], tmp_p
 
 
 def test_before_the_first_step(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    model = offloaded(tiny.build("plain", torch.float32))
+    model = offloaded(tiny_models.build("plain", torch.float32))
     optimizer = memascend.AdamW(model.parameters(), lr=LR, fused=True)
     memascend.save_distributed(model, optimizer, tmp_path / "saved")
-    theirs = tiny.build("plain", torch.float32, seed=1)
+    theirs = tiny_models.build("plain", torch.float32, seed=1)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1.0, fused=True)
     load_into_torch(theirs, reference, tmp_path / "saved")
-    fresh = tiny.build("plain", torch.float32)
+    fresh = tiny_models.build("plain", torch.float32)
     train(fresh, "plain", torch.optim.AdamW(fresh.parameters(), lr=LR, fused=True), 0)
     train(theirs, "plain", reference, 0)
-    tiny.assert_same_weights(dict(theirs.named_parameters()), dict(fresh.named_parameters()))
+    tiny_models.assert_same_weights(dict(theirs.named_parameters()), dict(fresh.named_parameters()))
     # Here they are no states at all.
     train(model, "plain", optimizer, 0)
     memascend.load_distributed(model, optimizer, tmp_path / "saved")
@@ -186,15 +186,17 @@ def test_before_the_first_step(offloaded: Callable[..., nn.Module], tmp_path: Pa
 
 
 def test_weights_alone(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    model = offloaded(tiny.build("qwen3"))
+    model = offloaded(tiny_models.build("qwen3"))
     memascend.save_distributed(model, None, tmp_path / "saved")
     with torch.no_grad():
-        twin = tiny.build("qwen3", torch.float32, seed=1)
+        twin = tiny_models.build("qwen3", torch.float32, seed=1)
     memascend.load_distributed(twin, None, tmp_path / "saved")
     weights = dict(memascend.parameters_of(model))
-    tiny.assert_same_weights(dict(memascend.parameters_of(twin)), {n: value.float() for n, value in weights.items()})
+    tiny_models.assert_same_weights(
+        dict(memascend.parameters_of(twin)), {n: value.float() for n, value in weights.items()}
+    )
     offloaded(twin, store=tmp_path / "other")
-    loss = twin(**tiny.batch("qwen3", 0)).loss
+    loss = twin(**tiny_models.batch("qwen3", 0)).loss
     memascend.load_distributed(twin, None, tmp_path / "saved")
     with pytest.raises(memascend.MemascendError, match="changed since the forward pass"):
         loss.backward()
@@ -309,7 +311,9 @@ try:
 except RuntimeError:
     sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1] / "support"
+    )
     assert done.returncode == 7, done.stderr
 
 
@@ -329,7 +333,7 @@ def assert_close_weights(actual: dict[str, torch.Tensor], expected: dict[str, to
 
 
 def test_from_safetensors_and_a_torch_optimizer_and_back(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    theirs = tiny.build("llama", torch.float32)
+    theirs = tiny_models.build("llama", torch.float32)
     reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
     train(theirs, "llama", reference, 0, steps=3)
     theirs.save_pretrained(tmp_path / "model")
@@ -340,7 +344,7 @@ def test_from_safetensors_and_a_torch_optimizer_and_back(tmp_path: Path, request
     request.addfinalizer(partial(memascend.close, model))
     optimizer = memascend.AdamW(model.parameters(), lr=1.0)
     optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", mmap=True, weights_only=True))
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(theirs.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(theirs.named_parameters()))
     assert_same_states(states_by_name(model, optimizer), states_by_name(theirs, reference))
     for trained in ((model, "llama", optimizer, 3, 3), (theirs, "llama", reference, 3, 3)):
         train(*trained)
@@ -352,7 +356,7 @@ def test_from_safetensors_and_a_torch_optimizer_and_back(tmp_path: Path, request
     back = type(theirs).from_pretrained(tmp_path / "out", dtype=torch.float32).train()
     again = torch.optim.AdamW(back.parameters(), lr=1.0, fused=True)
     again.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
-    tiny.assert_same_weights(dict(back.named_parameters()), dict(memascend.parameters_of(model)))
+    tiny_models.assert_same_weights(dict(back.named_parameters()), dict(memascend.parameters_of(model)))
     assert_same_states(states_by_name(back, again), states_by_name(model, optimizer))
     for trained in ((back, "llama", again, 6, 3), (theirs, "llama", reference, 6, 3)):
         train(*trained)
@@ -362,7 +366,7 @@ def test_from_safetensors_and_a_torch_optimizer_and_back(tmp_path: Path, request
 def test_a_checkpoint_is_on_the_medium_before_it_gets_its_name(
     offloaded: Callable[..., nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = offloaded(tiny.build("plain"))
+    model = offloaded(tiny_models.build("plain"))
     operations = flushes.recorded(monkeypatch)
     memascend.save_distributed(model, None, tmp_path / "saved")
     renamed = max(at for at, (what, _) in enumerate(operations) if what == "rename")

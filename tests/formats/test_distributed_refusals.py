@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lab
+import faults
 import pytest
-import tiny
+import tiny_models
 import torch
 from torch import nn
 from training_states import LR, assert_same_states, groups_of, states_by_name, train
@@ -36,7 +36,7 @@ MIB = 2**20
 def small(seed: int = 0) -> nn.Module:
     """Return a model whose layers are packed."""
     torch.manual_seed(seed)
-    return tiny.Plain(width=64, vocabulary=2048)
+    return tiny_models.Plain(width=64, vocabulary=2048)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_refused_before_anything_has_changed(
     with pytest.raises(memascend.CheckpointError, match=message) as caught:
         memascend.load_distributed(model, optimizer, checkpoint)
     assert str(checkpoint) in str(caught.value)
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), weights)
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), weights)
     assert_same_states(states_by_name(model, optimizer), states)
     assert optimizer.param_groups[0]["lr"] == LR / 7
 
@@ -254,13 +254,13 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("leave", [0, 3 * MIB])
 def test_full_disk(offloaded: Callable[..., nn.Module], tmp_path: Path, leave: int) -> None:
-    model = offloaded(tiny.build("llama"))
+    model = offloaded(tiny_models.build("llama"))
     optimizer = memascend.AdamW(model.parameters(), lr=LR)
-    twin = tiny.build("llama")
+    twin = tiny_models.build("llama")
     reference = memascend.AdamW(twin.parameters(), lr=LR)
     for each in ((model, "llama", optimizer, 0), (twin, "llama", reference, 0)):
         train(*each)
-    with lab.mounted("ext4", 4 * lab.LEAST_BYTES["ext4"], tmp_path / "mount") as place:
+    with faults.mounted("ext4", 4 * faults.LEAST_BYTES["ext4"], tmp_path / "mount") as place:
         ballast = place.fill(leave=leave)
         before = sorted(path.name for path in place.path.iterdir())
         with pytest.raises(OSError, match=str(place.path / "saved")) as caught:
@@ -272,15 +272,18 @@ def test_full_disk(offloaded: Callable[..., nn.Module], tmp_path: Path, leave: i
         memascend.save_distributed(model, optimizer, place.path / "saved")
         train(twin, "llama", reference, 2, steps=1)
         assert_same_states(states_by_name(model, optimizer), states_by_name(twin, reference))
-        other = tiny.build("llama", seed=1)
+        other = tiny_models.build("llama", seed=1)
         memascend.load_distributed(other, None, place.path / "saved")
-        tiny.assert_same_weights(dict(other.named_parameters()), dict(twin.named_parameters()))
+        tiny_models.assert_same_weights(dict(other.named_parameters()), dict(twin.named_parameters()))
 
 
 @pytest.mark.root
 def test_full_drive_of_the_store(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    with lab.mounted("ext4", 2 * lab.LEAST_BYTES["ext4"], tmp_path / "mount") as place, contextlib.ExitStack() as after:
-        model = offloaded(tiny.build("llama"), store=place.path / "store")
+    with (
+        faults.mounted("ext4", 2 * faults.LEAST_BYTES["ext4"], tmp_path / "mount") as place,
+        contextlib.ExitStack() as after,
+    ):
+        model = offloaded(tiny_models.build("llama"), store=place.path / "store")
         after.callback(memascend.close, model)
         optimizer = memascend.AdamW(model.parameters(), lr=LR)
         train(model, "llama", optimizer, 0)
@@ -298,8 +301,8 @@ def test_full_drive_of_the_store(offloaded: Callable[..., nn.Module], tmp_path: 
 
 
 def test_weights_in_the_models_files_cannot_be_loaded(tmp_path: Path) -> None:
-    tiny.build("llama", seed=1).save_pretrained(tmp_path / "model")
-    memascend.save_distributed(tiny.build("llama"), None, tmp_path / "saved")
+    tiny_models.build("llama", seed=1).save_pretrained(tmp_path / "model")
+    memascend.save_distributed(tiny_models.build("llama"), None, tmp_path / "saved")
     for frozen, seed in (("files", 1), ("store", 0)):
         model = memascend.from_pretrained(
             tmp_path / "model", store=tmp_path / frozen, host_memory="64MiB", allocator="pageable", frozen=frozen
@@ -308,7 +311,7 @@ def test_weights_in_the_models_files_cannot_be_loaded(tmp_path: Path) -> None:
         with refusal if frozen == "files" else contextlib.nullcontext():
             memascend.load_distributed(model, None, tmp_path / "saved")
         weights = dict(memascend.parameters_of(model))
-        tiny.assert_same_weights(weights, dict(tiny.build("llama", seed=seed).named_parameters()))
+        tiny_models.assert_same_weights(weights, dict(tiny_models.build("llama", seed=seed).named_parameters()))
         memascend.close(model)
 
 
@@ -331,8 +334,8 @@ def test_a_model_around_an_offloaded_one_is_saved_and_loaded(
     other = Around(offloaded(small(seed=1), store=tmp_path / "other"))
     memascend.load_distributed(other, None, tmp_path / "saved")
     weights = dict(memascend.parameters_of(other))
-    tiny.assert_same_weights(weights, dict(memascend.parameters_of(model)))
-    tiny.assert_same_weights(weights, {"gain": torch.full((3,), 5.0)} | prefixed("inner.", small()))
+    tiny_models.assert_same_weights(weights, dict(memascend.parameters_of(model)))
+    tiny_models.assert_same_weights(weights, {"gain": torch.full((3,), 5.0)} | prefixed("inner.", small()))
 
 
 def prefixed(prefix: str, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -344,7 +347,7 @@ def test_a_part_is_saved_but_not_loaded(offloaded: Callable[..., nn.Module], tmp
     memascend.save_distributed(model.layers, None, tmp_path / "layers")
     other = small(seed=1)
     memascend.load_distributed(other.layers, None, tmp_path / "layers")
-    tiny.assert_same_weights(prefixed("", other.layers), prefixed("", small().layers))
+    tiny_models.assert_same_weights(prefixed("", other.layers), prefixed("", small().layers))
     with pytest.raises(memascend.MemascendError, match="load into the whole model"):
         memascend.load_distributed(model.layers, None, tmp_path / "layers")
     # A module that was put there after offload is the model's; the one before is not.
@@ -356,4 +359,4 @@ def test_a_part_is_saved_but_not_loaded(offloaded: Callable[..., nn.Module], tmp
     assert bool(other.head.weight.eq(1).all())
     with pytest.raises(memascend.MemascendError, match=r"head\.weight is on the store, but not in the model"):
         memascend.load_distributed(model, None, tmp_path / "saved")
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), prefixed("", other))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), prefixed("", other))

@@ -6,9 +6,9 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
 import quantised_models as models
+import requirements
 import torch
 from torch import nn
 
@@ -16,7 +16,7 @@ import memascend
 from memascend.errors import CheckpointError, MemascendError, StoreError
 from memascend.formats.quantised import beside, quantising
 from memascend.layout.bits import quantised_nbytes
-from memascend.offloading.api import offload_of
+from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
 
 def by_bitsandbytes(value: torch.Tensor, bits: int) -> torch.Tensor:
     """Quantise and dequantise a weight with the library."""
-    functional = needs.package("bitsandbytes").functional
+    functional = requirements.package("bitsandbytes").functional
     if bits == 8:
         return functional.dequantize_blockwise(*functional.quantize_blockwise(value))
     return functional.dequantize_4bit(*functional.quantize_4bit(value, compress_statistics=True, quant_type="nf4"))
@@ -78,7 +78,7 @@ def values_of(kind: str, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["usual", "zeros", "small", "wide"])
 def test_numbers_and_scales_are_those_of_bitsandbytes(kind: str) -> None:
-    functional = needs.package("bitsandbytes").functional
+    functional = requirements.package("bitsandbytes").functional
     assert torch.equal(quantising.dynamic_code(), functional.create_dynamic_map())
     for count in (1 << 20, 64 * 300 + 22, 30):
         values = values_of(kind, count)
@@ -95,7 +95,7 @@ def test_numbers_and_scales_are_those_of_bitsandbytes(kind: str) -> None:
 
 def test_every_quotient_is_looked_up_as_by_bitsandbytes() -> None:
     """Quotients on both sides of every bound between the parts of -1 .. 1."""
-    functional = needs.package("bitsandbytes").functional
+    functional = requirements.package("bitsandbytes").functional
     bounds = (torch.arange(65535, dtype=torch.float64) + 0.5) / 65535 * 2 - 1
     near = bounds.float()
     around = [near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))]
@@ -223,7 +223,7 @@ def test_a_model_in_memory_is_quantised_as_one_that_is_read(
 def test_adapters_are_those_over_the_quantised_model_in_memory(
     bits: int, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
     theirs = models.llama()
     ours = opened(theirs, bits, fused_loss=False)
     losses, adapters = [], []

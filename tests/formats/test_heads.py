@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 import transformers
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaForTokenClassification
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def causal(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**tiny.SMALLEST_DECODER)
+    config = transformers.LlamaConfig(**tiny_models.SMALLEST_DECODER)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -46,7 +46,7 @@ def test_a_new_head(causal: Path, named: Any, expected_class: Any, dtype: str) -
     model = opened(causal, model_class=named, num_labels=3, dtype=dtype)
     assert type(model) is expected_class
     assert model.config.num_labels == 3
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
     memascend.close(model)
 
 
@@ -56,7 +56,7 @@ def test_the_class_is_kept_with_the_run(causal: Path) -> None:
     memascend.close(model)
     resumed = memascend.resume(causal.parent / "store", host_memory="64MiB")
     assert type(resumed.model) is LlamaForSequenceClassification
-    tiny.assert_same_weights(dict(memascend.parameters_of(resumed.model)), weights)
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(resumed.model)), weights)
     memascend.close(resumed.model)
 
 

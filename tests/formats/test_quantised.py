@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
 import quantised_models as models
+import requirements
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -26,7 +26,7 @@ from memascend.formats.quantised import forms, tensors
 from memascend.formats.transformers_models import Conversion
 from memascend.formats.weight_files import WeightFiles, weights_dtype
 from memascend.layout import tables
-from memascend.offloading.api import offload_of
+from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,11 +78,11 @@ def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         powers = (0, 255) if kind == "mxfp4-all-powers" else (118, 123)
         model = models.dequantised_by_transformers(models.mxfp4(directory, powers), Mxfp4Config(dequantize=True))
     elif kind.startswith("bitsandbytes:"):
-        needs.package("bitsandbytes")
+        requirements.package("bitsandbytes")
         models.bitsandbytes(directory, **BITSANDBYTES[kind.partition(":")[2]])
         model = models.dequantised_by_transformers(directory)
     elif kind.startswith("compressed:"):
-        needs.package("compressed_tensors")
+        requirements.package("compressed_tensors")
         from transformers import CompressedTensorsConfig
 
         form, weights = COMPRESSED[kind.partition(":")[2]]
@@ -319,7 +319,7 @@ def test_other_forms_and_dtypes_are_not_read_in_place(
 def test_adapters_train_on_a_quantised_base(
     kind: str, frozen: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
     directory, wanted = made(kind, tmp_path / "model")
     theirs = models.gpt_oss() if kind == "mxfp4" else models.llama()
     for name, value in wanted.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -15,7 +15,7 @@ import memascend
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROWS = tiny.SMALLEST_DECODER["vocab_size"]
+ROWS = tiny_models.SMALLEST_DECODER["vocab_size"]
 
 
 def saved(folder: Path, kind: str) -> Path:
@@ -26,10 +26,10 @@ def saved(folder: Path, kind: str) -> Path:
         )
         model: Any = transformers.T5ForConditionalGeneration(config)
     elif kind == "phi":  # a bias of the head
-        model = transformers.PhiForCausalLM(transformers.PhiConfig(**tiny.SMALLEST_DECODER))
+        model = transformers.PhiForCausalLM(transformers.PhiConfig(**tiny_models.SMALLEST_DECODER))
         torch.nn.init.normal_(model.lm_head.bias)
     else:
-        config = transformers.LlamaConfig(**tiny.SMALLEST_DECODER, tie_word_embeddings=kind == "tied")
+        config = transformers.LlamaConfig(**tiny_models.SMALLEST_DECODER, tie_word_embeddings=kind == "tied")
         model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return folder
@@ -63,7 +63,7 @@ def test_a_resized_model_trains_resumes_and_is_exported(tmp_path: Path, kind: st
     random = torch.get_rng_state()
     model = opened(folder, rows, dtype, keep_store=True)
     assert model.config.get_text_config().vocab_size == rows == model.get_input_embeddings().weight.shape[0]
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
     assert torch.equal(torch.get_rng_state(), random)
     for each in (expected, model):
         optimizer = memascend.AdamW(each.parameters(), lr=1e-2)
@@ -73,11 +73,11 @@ def test_a_resized_model_trains_resumes_and_is_exported(tmp_path: Path, kind: st
         optimizer.zero_grad()
     memascend.close(model)
     resumed = memascend.resume(tmp_path / "store", host_memory="64MiB", allocator="pageable")
-    tiny.assert_same_weights(dict(memascend.parameters_of(resumed.model)), dict(expected.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(resumed.model)), dict(expected.named_parameters()))
     memascend.save_pretrained(resumed.model, tmp_path / f"out {kind}")
     memascend.close(resumed.model)
     again = loaded(tmp_path / f"out {kind}", dtype)
-    tiny.assert_same_weights(dict(again.named_parameters()), dict(expected.named_parameters()))
+    tiny_models.assert_same_weights(dict(again.named_parameters()), dict(expected.named_parameters()))
 
 
 @pytest.mark.parametrize("rows", [ROWS - 4, ROWS + 4])
@@ -95,7 +95,7 @@ def test_a_buffer_with_a_value_for_each_token(tmp_path: Path, rows: int) -> None
     torch.manual_seed(3)
     expected.resize_token_embeddings(rows)
     model = opened(folder, rows, "float32")
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
     assert torch.equal(model.final_logits_bias, expected.final_logits_bias)
     memascend.close(model)
 
@@ -105,7 +105,7 @@ def test_fewer_rows(tmp_path: Path) -> None:
     expected = loaded(folder, "bfloat16")
     expected.resize_token_embeddings(40)
     model = opened(folder, 40, "bfloat16")
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(expected.named_parameters()))
     memascend.close(model)
 
 

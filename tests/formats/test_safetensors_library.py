@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from safetensors import safe_open
 from safetensors import torch as library
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def build() -> LlamaForCausalLM:
     """Return a model whose head is tied to its embedding."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**tiny.SMALLEST_DECODER, tie_word_embeddings=True))
+    return LlamaForCausalLM(LlamaConfig(**tiny_models.SMALLEST_DECODER, tie_word_embeddings=True))
 
 
 def _without_ties(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import flushes
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -27,7 +27,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 
 def assert_saved_alike(ours: Path, theirs: Path) -> None:
     """Check that tensors, names and configuration are the same."""
-    tiny.assert_same_weights(tensors_in(ours), tensors_in(theirs))
+    tiny_models.assert_same_weights(tensors_in(ours), tensors_in(theirs))
     for name in ("config.json", "generation_config.json"):
         assert (ours / name).exists() == (theirs / name).exists(), name
         if (theirs / name).exists():
@@ -55,7 +55,9 @@ def new_parameter(model: Any) -> None:
 def new_experts(model: Any) -> None:
     torch.manual_seed(4)
     experts = model.model.layers[1].mlp.experts
-    experts.down_proj = nn.Parameter(torch.randn_like(tiny.build("mixtral").model.layers[1].mlp.experts.down_proj))
+    experts.down_proj = nn.Parameter(
+        torch.randn_like(tiny_models.build("mixtral").model.layers[1].mlp.experts.down_proj)
+    )
 
 
 def layer_left_out(model: Any) -> None:
@@ -77,21 +79,21 @@ CHANGES = [
 def test_what_was_replaced_or_added_after_offload_is_saved(
     tmp_path: Path, offloaded: Callable[..., nn.Module], architecture: str, change: Callable[[Any], None], limit: str
 ) -> None:
-    model, twin = offloaded(tiny.build(architecture)), tiny.build(architecture)
+    model, twin = offloaded(tiny_models.build(architecture)), tiny_models.build(architecture)
     for one in (model, twin):
         change(one)
     memascend.save_pretrained(model, tmp_path / "ours", max_shard_size=limit)
     twin.save_pretrained(tmp_path / "theirs")
     assert_saved_alike(tmp_path / "ours", tmp_path / "theirs")
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(twin.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(twin.named_parameters()))
 
 
 def test_a_head_trained_beside_the_store_is_saved(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
-    model, twin = offloaded(tiny.build("llama", torch.float32)), tiny.build("llama", torch.float32)
+    model, twin = offloaded(tiny_models.build("llama", torch.float32)), tiny_models.build("llama", torch.float32)
     for one in (model, twin):
         torch.manual_seed(1)
-        one.lm_head = nn.Linear(tiny.WIDE, tiny.VOCABULARY, bias=False)
-        tiny.step(one, memascend.AdamW(one.parameters(), lr=1e-2), "llama", 0)
+        one.lm_head = nn.Linear(tiny_models.WIDE, tiny_models.VOCABULARY, bias=False)
+        tiny_models.step(one, memascend.AdamW(one.parameters(), lr=1e-2), "llama", 0)
     memascend.save_pretrained(model, tmp_path / "ours")
     twin.save_pretrained(tmp_path / "theirs")
     assert_saved_alike(tmp_path / "ours", tmp_path / "theirs")
@@ -110,31 +112,31 @@ PARTS = {
 def test_a_part_of_an_offloaded_model_is_saved_under_its_own_names(
     tmp_path: Path, offloaded: Callable[..., nn.Module], architecture: str, of: str
 ) -> None:
-    model, twin = offloaded(tiny.build(architecture)), tiny.build(architecture)
+    model, twin = offloaded(tiny_models.build(architecture)), tiny_models.build(architecture)
     for one in (model, twin):
-        tiny.step(one, memascend.AdamW(one.parameters(), lr=1e-2), architecture, 0)
+        tiny_models.step(one, memascend.AdamW(one.parameters(), lr=1e-2), architecture, 0)
     part, other = PARTS[of](model), PARTS[of](twin)
     memascend.save_pretrained(part, tmp_path / "ours", max_shard_size="300KB")
-    tiny.assert_same_weights(dict(memascend.parameters_of(part)), dict(other.named_parameters()))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(part)), dict(other.named_parameters()))
     if hasattr(other, "save_pretrained"):
         other.save_pretrained(tmp_path / "theirs")
         assert_saved_alike(tmp_path / "ours", tmp_path / "theirs")
     else:
-        tiny.assert_same_weights(tensors_in(tmp_path / "ours"), other.state_dict())
+        tiny_models.assert_same_weights(tensors_in(tmp_path / "ours"), other.state_dict())
 
 
 def test_the_least_budget_saves_a_part(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
-    twin = tiny.build("llama")
-    model = offloaded(tiny.build("llama"), host_memory=tiny.smallest_budget(twin))
+    twin = tiny_models.build("llama")
+    model = offloaded(tiny_models.build("llama"), host_memory=tiny_models.smallest_budget(twin))
     model.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(3))
     memascend.save_pretrained(model.model, tmp_path / "ours")
     saved = tensors_in(tmp_path / "ours")
     assert torch.equal(saved.pop("layers.0.mlp.up_proj.bias"), torch.ones(3))
-    tiny.assert_same_weights(saved, dict(twin.model.named_parameters()))
+    tiny_models.assert_same_weights(saved, dict(twin.model.named_parameters()))
 
 
 def test_a_closed_model_has_no_parts(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("llama"))
+    model = offloaded(tiny_models.build("llama"))
     memascend.close(model)
     for part in (model, model.model, model.lm_head):
         with pytest.raises(memascend.MemascendError, match="the model was closed"):
@@ -149,7 +151,7 @@ def test_a_closed_model_has_no_parts(tmp_path: Path, offloaded: Callable[..., nn
 def test_a_model_that_is_there_is_not_overwritten_unasked(
     tmp_path: Path, offloaded: Callable[..., nn.Module], kind: str, there: str
 ) -> None:
-    model = tiny.build("llama") if kind == "in memory" else offloaded(tiny.build("llama"))
+    model = tiny_models.build("llama") if kind == "in memory" else offloaded(tiny_models.build("llama"))
     out = tmp_path / "out"
     out.mkdir()
     (out / there).write_bytes(b"precious")
@@ -168,7 +170,7 @@ def test_a_model_that_is_there_is_not_overwritten_unasked(
 
 
 def test_a_second_save_leaves_nothing_of_the_first(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("llama"))
+    model = offloaded(tiny_models.build("llama"))
     out = tmp_path / "out"
     (tmp_path / "out").mkdir()
     (out / "tokenizer.json").write_text("mine")
@@ -179,7 +181,7 @@ def test_a_second_save_leaves_nothing_of_the_first(tmp_path: Path, offloaded: Ca
         assert index.exists() == (files is None)
         named = set(json.loads(index.read_text())["weight_map"].values()) if files is None else set(files)
         assert found == sorted(named)
-        tiny.assert_same_weights(tensors_in(out), dict(tiny.build("llama").named_parameters()))
+        tiny_models.assert_same_weights(tensors_in(out), dict(tiny_models.build("llama").named_parameters()))
     assert (out / "tokenizer.json").read_text() == "mine"
 
 
@@ -187,7 +189,7 @@ def test_what_is_saved_survives_a_power_failure(
     tmp_path: Path, offloaded: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program may close the model next, which removes its store."""
-    model, out = offloaded(tiny.build("llama")), tmp_path / "new" / "out"
+    model, out = offloaded(tiny_models.build("llama")), tmp_path / "new" / "out"
     operations = flushes.recorded(monkeypatch)
     memascend.save_pretrained(model, out, max_shard_size="500KB")
     flushed = flushes.flushed(operations)
@@ -203,9 +205,9 @@ def test_what_is_saved_survives_a_power_failure(
 def test_it_takes_the_place_of_save_pretrained_of_transformers(
     tmp_path: Path, offloaded: Callable[..., nn.Module]
 ) -> None:
-    twin = tiny.build("llama")
-    model: Any = offloaded(tiny.build("llama"))
-    assert saver_of(model.model.layers[0]) is None and saver_of(tiny.Plain()) is None
+    twin = tiny_models.build("llama")
+    model: Any = offloaded(tiny_models.build("llama"))
+    assert saver_of(model.model.layers[0]) is None and saver_of(tiny_models.Plain()) is None
     for name, part, other in (("whole", model, twin), ("part", model.model, twin.model)):
         save = saver_of(part)
         assert save is not None
@@ -234,7 +236,7 @@ def test_it_takes_the_place_of_save_pretrained_of_transformers(
 def test_options_that_cannot_be_followed_are_refused_by_name(
     tmp_path: Path, offloaded: Callable[..., nn.Module], option: str, value: Any, says: str
 ) -> None:
-    save = saver_of(offloaded(tiny.build("llama")))
+    save = saver_of(offloaded(tiny_models.build("llama")))
     assert save is not None
     with pytest.raises(ValueError, match=f"{option}=.*{says}"):
         save(tmp_path / "out", **{option: value})
@@ -242,9 +244,9 @@ def test_options_that_cannot_be_followed_are_refused_by_name(
 
 
 def test_a_state_dict_is_followed_if_it_is_the_models_own(tmp_path: Path, offloaded: Callable[..., nn.Module]) -> None:
-    model: Any = offloaded(tiny.build("llama"))
+    model: Any = offloaded(tiny_models.build("llama"))
     model.save_pretrained(tmp_path / "own", state_dict=model.state_dict())
-    tiny.assert_same_weights(tensors_in(tmp_path / "own"), dict(tiny.build("llama").named_parameters()))
+    tiny_models.assert_same_weights(tensors_in(tmp_path / "own"), dict(tiny_models.build("llama").named_parameters()))
     state = model.state_dict()
     swapped = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
     copied = {**state, "model.norm.weight": state["model.norm.weight"].clone()}
@@ -258,13 +260,13 @@ def test_a_state_dict_is_followed_if_it_is_the_models_own(tmp_path: Path, offloa
 def test_adapters_on_the_store_are_saved_as_in_memory(
     tmp_path: Path, offloaded: Callable[..., nn.Module], by: str
 ) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
     if by == "transformers":
-        needs.adapters_of_transformers()
+        requirements.adapters_of_transformers()
 
     def adapted() -> nn.Module:
         torch.manual_seed(5)
-        model: Any = tiny.build("llama")
+        model: Any = tiny_models.build("llama")
         config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
         if by == "PEFT":
             model = peft.get_peft_model(model, config)
@@ -285,9 +287,9 @@ def test_adapters_on_the_store_are_saved_as_in_memory(
         twin.save_pretrained(tmp_path / f"theirs{number}", **chosen)
         saved = tensors_in(tmp_path / f"theirs{number}")
         assert len(saved) == 12 + 2 * len(chosen)
-        tiny.assert_same_weights(tensors_in(tmp_path / f"ours{number}"), saved)
+        tiny_models.assert_same_weights(tensors_in(tmp_path / f"ours{number}"), saved)
     memascend.save_pretrained(model, tmp_path / "again")
-    tiny.assert_same_weights(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "theirs0"))
+    tiny_models.assert_same_weights(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "theirs0"))
 
 
 # ---- buffers --------------------------------------------------------------------------------------------------------

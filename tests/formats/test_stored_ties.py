@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, T5ForConditionalGeneration
 
 import memascend
-from memascend.command.main import main
+from memascend.cli.main import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 WEIGHTS = "model.safetensors"
-DECODER = tiny.SMALL_DECODER | {"vocab_size": tiny.VOCABULARY, "tie_word_embeddings": True}
+DECODER = tiny_models.SMALL_DECODER | {"vocab_size": tiny_models.VOCABULARY, "tie_word_embeddings": True}
 
 
 def directory_of(tmp_path: Path, kind: str, *, differing: bool = True) -> tuple[Path, str]:
     """Write a checkpoint that holds a head and the embedding that it is tied to; returns it and the head's name."""
     torch.manual_seed(0)
     if kind == "llama":
-        model: Any = LlamaForCausalLM(tiny.LlamaConfig(**DECODER))
+        model: Any = LlamaForCausalLM(tiny_models.LlamaConfig(**DECODER))
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     elif kind == "t5":
-        model, head, embedding = tiny.build("t5", torch.float32), "lm_head.weight", "shared.weight"
+        model, head, embedding = tiny_models.build("t5", torch.float32), "lm_head.weight", "shared.weight"
     else:
         config = BertConfig(
             vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
@@ -73,7 +73,7 @@ def test_values_of_their_own_are_trained(
     directory, head = directory_of(tmp_path, kind)
     model, twin = opened(directory), by_transformers(kind, directory).train()
     assert [record for record in caplog.records if record.name == "memascend" and head in record.getMessage()]
-    inputs = tiny.batch("t5" if kind == "t5" else "llama", 0)
+    inputs = tiny_models.batch("t5" if kind == "t5" else "llama", 0)
     inputs = {name: value % 96 for name, value in inputs.items()}
     for one in (model.eval(), twin.eval()):  # BERT has dropout
         optimizer = memascend.AdamW(one.parameters(), lr=1e-2)
@@ -86,7 +86,7 @@ def test_values_of_their_own_are_trained(
             optimizer.zero_grad()
         one.losses = losses
     assert [loss.item() for loss in model.losses] == [loss.item() for loss in twin.losses]
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(twin)))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(twin)))
     assert head in dict(memascend.parameters_of(model))
 
 
@@ -97,17 +97,17 @@ def test_the_run_is_resumed_and_exported_without_a_model(
     directory, head = directory_of(tmp_path, kind)
     model = opened(directory, keep_store=True)
     optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
-    tiny.step(model, optimizer, kind, 0)
+    tiny_models.step(model, optimizer, kind, 0)
     expected = dict(memascend.parameters_of(model))
     memascend.close(model)
     resumed = memascend.resume(tmp_path / "store", host_memory="256MiB", allocator="pageable", keep_store=True)
-    tiny.assert_same_weights(dict(memascend.parameters_of(resumed.model)), expected)
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(resumed.model)), expected)
     memascend.close(resumed.model)
     assert main(["export", str(tmp_path / "store"), "--out", str(tmp_path / "out")]) in (0, None)
     written = load_file(tmp_path / "out" / WEIGHTS)
     assert torch.equal(written[head], expected[head])
     loaded = by_transformers(kind, tmp_path / "out")
-    tiny.assert_same_weights(dict(memascend.parameters_of(loaded)), expected)
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(loaded)), expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -119,7 +119,7 @@ def test_equal_values_stay_tied(
     assert head not in dict(model.named_parameters())
     assert not [record for record in caplog.records if head in record.getMessage()]
     twin = by_transformers(kind, directory).train()
-    tiny.assert_same(tiny.train(model, kind), tiny.train(twin, kind))
+    tiny_models.assert_same(tiny_models.train(model, kind), tiny_models.train(twin, kind))
 
 
 def test_a_plan_is_of_the_model_that_is_stored(tmp_path: Path) -> None:

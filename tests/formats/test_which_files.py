@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 def make(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**tiny.SMALLEST_DECODER))
+    return LlamaForCausalLM(LlamaConfig(**tiny_models.SMALLEST_DECODER))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def assert_same(tmp_path: Path) -> Iterator[Callable[..., None]]:
             keep_store=False,
         )
         try:
-            tiny.assert_same_weights(dict(memascend.parameters_of(ours)), dict(memascend.parameters_of(theirs)))
+            tiny_models.assert_same_weights(dict(memascend.parameters_of(ours)), dict(memascend.parameters_of(theirs)))
         finally:
             memascend.close(ours)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from torch.utils.data import DataLoader
 
 import memascend
 
-accelerate = needs.package("accelerate")
+accelerate = requirements.package("accelerate")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import (  # noqa: E402
@@ -45,7 +45,7 @@ def _reset() -> None:
 
 def loader() -> Any:
     """Return seven batches, shuffled."""
-    batches = [tiny.batch("qwen2", number) for number in range(7)]
+    batches = [tiny_models.batch("qwen2", number) for number in range(7)]
     return DataLoader(batches, shuffle=True, collate_fn=lambda rows: rows[0])
 
 
@@ -68,7 +68,9 @@ class Loop:
     def run(self, epochs: int = 1, batches: range | None = None, by_value: bool = False) -> Loop:
         """Train; with `batches`, on those in order instead of the loader's."""
         for _ in range(epochs):
-            for inputs in self.loader if batches is None else [tiny.batch("qwen2", number) for number in batches]:
+            for inputs in (
+                self.loader if batches is None else [tiny_models.batch("qwen2", number) for number in batches]
+            ):
                 self.step(inputs, by_value)
         return self
 
@@ -95,7 +97,7 @@ class Loop:
         )
         assert self.scheduler.get_last_lr() == expected.scheduler.get_last_lr()
         weights = dict(memascend.parameters_of(self.model))
-        tiny.assert_same_weights(weights, dict(memascend.parameters_of(expected.model)))
+        tiny_models.assert_same_weights(weights, dict(memascend.parameters_of(expected.model)))
 
 
 @pytest.mark.core
@@ -114,9 +116,9 @@ def test_the_loop_is_that_of_memory(
         torch.manual_seed(3)
         return Loop(model, KINDS[kind], **mixed).run(epochs=2)
 
-    expected = loop(tiny.build("qwen2", dtype))
-    model = tiny.build("qwen2", dtype)
-    ours = loop(offloaded(model, host_memory=tiny.smallest_budget(model)))
+    expected = loop(tiny_models.build("qwen2", dtype))
+    model = tiny_models.build("qwen2", dtype)
+    ours = loop(offloaded(model, host_memory=tiny_models.smallest_budget(model)))
     ours.assert_same(expected)
     assert all(torch.equal(one, other) for one, other in zip(ours.norms, expected.norms, strict=True))
     assert len(ours.norms) == 2 * -(-7 // accumulate)
@@ -128,31 +130,31 @@ def test_a_loss_in_pieces(offloaded: Callable[..., nn.Module], precision: str) -
         _reset()
         return Loop(model, mixed_precision=precision).run(batches=range(3))
 
-    expected = loop(memascend.fuse_loss(tiny.build("qwen2", torch.float32)))
-    loop(offloaded(tiny.build("qwen2", torch.float32), fused_loss=True)).assert_same(expected)
+    expected = loop(memascend.fuse_loss(tiny_models.build("qwen2", torch.float32)))
+    loop(offloaded(tiny_models.build("qwen2", torch.float32), fused_loss=True)).assert_same(expected)
 
 
 def test_clipping_by_value(offloaded: Callable[..., nn.Module]) -> None:
-    expected = Loop(tiny.build("qwen2")).run(batches=range(3), by_value=True)
-    Loop(offloaded(tiny.build("qwen2"))).run(batches=range(3), by_value=True).assert_same(expected)
+    expected = Loop(tiny_models.build("qwen2")).run(batches=range(3), by_value=True)
+    Loop(offloaded(tiny_models.build("qwen2"))).run(batches=range(3), by_value=True).assert_same(expected)
 
 
 @pytest.mark.parametrize("where", ["store", "memory"])
 def test_clipping_by_norm_is_the_optimizers_where_it_has_all_gradients(
     offloaded: Callable[..., nn.Module], where: str
 ) -> None:
-    model = tiny.build("qwen2")
+    model = tiny_models.build("qwen2")
     loop = Loop(offloaded(model) if where == "store" else model)
-    loop.accelerator.backward(loop.model(**tiny.batch("qwen2", 0)).loss)
-    before = dict(tiny.gradients_of(model))
+    loop.accelerator.backward(loop.model(**tiny_models.batch("qwen2", 0)).loss)
+    before = dict(tiny_models.gradients_of(model))
     norm = loop.accelerator.clip_grad_norm_(model.parameters(), 1e-3)
     assert norm > 1e-3
     # Within the update: the gradients are as they were.
-    assert all(torch.equal(gradient, before[name]) for name, gradient in tiny.gradients_of(model))
+    assert all(torch.equal(gradient, before[name]) for name, gradient in tiny_models.gradients_of(model))
     largest = loop.accelerator.clip_grad_norm_(model.parameters(), 1e-3, norm_type=float("inf"))
     assert largest == max(gradient.abs().max() for gradient in before.values())
     loop.optimizer.zero_grad()
-    loop.accelerator.backward(loop.model(**tiny.batch("qwen2", 0)).loss)
+    loop.accelerator.backward(loop.model(**tiny_models.batch("qwen2", 0)).loss)
     some = list(model.parameters())[:3]
     loop.accelerator.clip_grad_norm_(some, 1e-9)  # not all of the optimizer's: accelerate's own
     assert all(parameter.grad.abs().max() <= 1e-9 for parameter in some)
@@ -163,9 +165,9 @@ def test_clipping_by_norm_is_the_optimizers_where_it_has_all_gradients(
 
 
 def test_prepare_moves_no_states(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("qwen2"))
+    model = offloaded(tiny_models.build("qwen2"))
     optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
-    tiny.step(model, optimizer, "qwen2", 0)
+    tiny_models.step(model, optimizer, "qwen2", 0)
     memascend.flush(model)
     before = memascend.stats(model)
     Accelerator(cpu=True).prepare(model, optimizer)
@@ -179,10 +181,10 @@ def test_an_optimizer_that_has_stepped(offloaded: Callable[..., nn.Module], kind
     def loop(model: nn.Module) -> Loop:
         _reset()
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
-        tiny.step(model, optimizer, "qwen2", 9)
+        tiny_models.step(model, optimizer, "qwen2", 9)
         return Loop(model, KINDS[kind], optimizer).run(batches=range(2))
 
-    loop(offloaded(tiny.build("qwen2"))).assert_same(loop(tiny.build("qwen2")))
+    loop(offloaded(tiny_models.build("qwen2"))).assert_same(loop(tiny_models.build("qwen2")))
 
 
 @pytest.mark.parametrize(
@@ -212,11 +214,11 @@ def test_what_accelerate_launch_asks_for_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_prepare_refuses(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("qwen2"))
+    model = offloaded(tiny_models.build("qwen2"))
     accelerator = Accelerator(cpu=True)
     with pytest.raises(memascend.MemascendError, match=r"use memascend\.SGD"):
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    placed: Any = tiny.build("qwen2")
+    placed: Any = tiny_models.build("qwen2")
     placed.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(memascend.MemascendError, match="device_map"):
         accelerator.prepare(placed)
@@ -252,9 +254,9 @@ class Counter:
 @pytest.mark.core
 def test_a_state_is_saved_and_loaded(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
     _reset()
-    expected = Loop(tiny.build("qwen2")).run(batches=range(5))
+    expected = Loop(tiny_models.build("qwen2")).run(batches=range(5))
     _reset()
-    model = offloaded(tiny.build("qwen2"))
+    model = offloaded(tiny_models.build("qwen2"))
     loop, counter = Loop(model), Counter()
     loop.accelerator.register_for_checkpointing(counter)
     loop.run(batches=range(2))
@@ -283,7 +285,7 @@ def test_an_interrupted_run_goes_on_in_another_process(
         _reset()
         return Loop(model, optimizer=optimizer, gradient_accumulation_steps=2, **BF16)
 
-    build = lambda: tiny.build("qwen2", torch.float32)  # noqa: E731
+    build = lambda: tiny_models.build("qwen2", torch.float32)  # noqa: E731
     expected = loop(build()).run(batches=range(6))
     model = offloaded(build())
     first = loop(model).run(batches=range(4))
@@ -304,7 +306,7 @@ def test_an_interrupted_run_goes_on_in_another_process(
 
 def test_checkpoints_that_are_named_and_limited(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
     config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    model = offloaded(tiny.build("qwen2"))
+    model = offloaded(tiny_models.build("qwen2"))
     loop = Loop(model, project_config=config)
     kept = []
     for number in range(4):
@@ -317,18 +319,18 @@ def test_checkpoints_that_are_named_and_limited(offloaded: Callable[..., nn.Modu
     weights = dict(memascend.parameters_of(model))
     loop.run(batches=range(1))
     loop.accelerator.load_state()
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), weights)
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), weights)
 
 
 def test_a_model_in_memory_beside_it(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    model, teacher = offloaded(tiny.build("qwen2")), tiny.build("gpt2", seed=1)
+    model, teacher = offloaded(tiny_models.build("qwen2")), tiny_models.build("gpt2", seed=1)
     accelerator = Accelerator(cpu=True)
     optimizer, other = memascend.AdamW(model.parameters()), torch.optim.AdamW(teacher.parameters(), lr=1e-2)
     teacher, model, optimizer, other = accelerator.prepare(teacher, model, optimizer, other)
 
     def step(number: int) -> None:
         for each, its in ((model, optimizer), (teacher, other)):
-            accelerator.backward(each(**tiny.batch("gpt2", number)).loss)
+            accelerator.backward(each(**tiny_models.batch("gpt2", number)).loss)
             its.step()
             its.zero_grad()
 
@@ -341,7 +343,7 @@ def test_a_model_in_memory_beside_it(offloaded: Callable[..., nn.Module], tmp_pa
     step(1)
     step(2)
     for each, weights in zip((model, teacher), first, strict=True):
-        tiny.assert_same_weights(dict(memascend.parameters_of(each)), weights)
+        tiny_models.assert_same_weights(dict(memascend.parameters_of(each)), weights)
     accelerator._models.pop()
     with pytest.raises(memascend.CheckpointError, match="prepare the same models"):
         accelerator.load_state(tmp_path / "state")
@@ -349,15 +351,15 @@ def test_a_model_in_memory_beside_it(offloaded: Callable[..., nn.Module], tmp_pa
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_in_memory_over_a_frozen_model(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
 
     def adapted(model: nn.Module) -> nn.Module:
         torch.manual_seed(5)
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
-    expected = Loop(adapted(tiny.build("qwen2"))).run(batches=range(4))
+    expected = Loop(adapted(tiny_models.build("qwen2"))).run(batches=range(4))
     _reset()
-    model = adapted(offloaded(tiny.build("qwen2").requires_grad_(False)))
+    model = adapted(offloaded(tiny_models.build("qwen2").requires_grad_(False)))
     loop = Loop(model).run(batches=range(2))
     loop.accelerator.save_state(tmp_path / "state")
     loop.run(batches=range(6, 7))
@@ -368,9 +370,9 @@ def test_adapters_in_memory_over_a_frozen_model(offloaded: Callable[..., nn.Modu
 
 
 def test_a_state_that_was_saved_from_memory_is_refused(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    Loop(tiny.build("qwen2")).accelerator.save_state(tmp_path / "state")
+    Loop(tiny_models.build("qwen2")).accelerator.save_state(tmp_path / "state")
     _reset()
-    loop = Loop(offloaded(tiny.build("qwen2")))
+    loop = Loop(offloaded(tiny_models.build("qwen2")))
     with pytest.raises(memascend.CheckpointError, match=rf"state has no {MANIFEST}"):
         loop.accelerator.load_state(tmp_path / "state")
 
@@ -379,13 +381,13 @@ def test_a_state_that_was_saved_from_memory_is_refused(offloaded: Callable[..., 
 def test_a_state_of_the_plain_accelerator_goes_on_to_the_same_bits(
     offloaded: Callable[..., nn.Module], tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    expected = Loop(tiny.build("qwen2", dtype), accelerate.Accelerator).run(batches=range(5))
+    expected = Loop(tiny_models.build("qwen2", dtype), accelerate.Accelerator).run(batches=range(5))
     _reset()
-    loop = Loop(offloaded(tiny.build("qwen2", dtype)), accelerate.Accelerator).run(batches=range(3))
+    loop = Loop(offloaded(tiny_models.build("qwen2", dtype)), accelerate.Accelerator).run(batches=range(3))
     loop.accelerator.save_state(tmp_path / "state")
     loop.run(batches=range(3, 5)).assert_same(expected)  # saving has changed nothing
     _reset()
-    other = tiny.build("qwen2", dtype)
+    other = tiny_models.build("qwen2", dtype)
     again = Loop(offloaded(other.requires_grad_(), store=tmp_path / "other"), accelerate.Accelerator)
     again.accelerator.load_state(tmp_path / "state")
     again.run(batches=range(3, 5)).assert_same(expected, last=2)
@@ -402,7 +404,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_saved_as_the_examples_do_it(offloaded: Callable[..., nn.Module], tmp_path: Path, kind: str) -> None:
-    for name, model in (("ours", offloaded(tiny.build("qwen2"))), ("theirs", tiny.build("qwen2"))):
+    for name, model in (("ours", offloaded(tiny_models.build("qwen2"))), ("theirs", tiny_models.build("qwen2"))):
         _reset()
         loop = Loop(model, KINDS[kind]).run(batches=range(1))
         loop.accelerator.unwrap_model(loop.model).save_pretrained(
@@ -413,12 +415,12 @@ def test_a_model_is_saved_as_the_examples_do_it(offloaded: Callable[..., nn.Modu
         )
         if kind == "ours":
             loop.accelerator.save_model(loop.model, tmp_path / name / "model", max_shard_size="500KB")
-    tiny.assert_same_weights(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
+    tiny_models.assert_same_weights(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
     if kind == "ours":
         there = tensors_in(tmp_path / "ours" / "model")
-        tiny.assert_same_weights(there, tensors_in(tmp_path / "theirs" / "model"))
+        tiny_models.assert_same_weights(there, tensors_in(tmp_path / "theirs" / "model"))
         with pytest.raises(ValueError, match="safe_serialization=False"):
-            loop_of = Loop(offloaded(tiny.build("gpt2"), store=tmp_path / "other"))
+            loop_of = Loop(offloaded(tiny_models.build("gpt2"), store=tmp_path / "other"))
             loop_of.accelerator.save_model(loop_of.model, tmp_path / "out", safe_serialization=False)
 
 
@@ -427,19 +429,19 @@ def test_a_compiled_model(offloaded: Callable[..., nn.Module], tmp_path: Path) -
         _reset()
         return Loop(model, dynamo_backend="eager").run(batches=range(2))
 
-    expected = loop(tiny.build("qwen2"))
-    ours = loop(offloaded(tiny.build("qwen2")))
+    expected = loop(tiny_models.build("qwen2"))
+    ours = loop(offloaded(tiny_models.build("qwen2")))
     ours.assert_same(expected)
     ours.accelerator.save_model(ours.model, tmp_path)
-    assert tensors_in(tmp_path).keys() == dict(tiny.build("qwen2").named_parameters()).keys()
+    assert tensors_in(tmp_path).keys() == dict(tiny_models.build("qwen2").named_parameters()).keys()
     with pytest.raises(memascend.MemascendError, match="regional compilation"):
         _reset()
         plugin = accelerate.utils.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-        Loop(offloaded(tiny.build("gpt2"), store=tmp_path / "other"), dynamo_plugin=plugin)
+        Loop(offloaded(tiny_models.build("gpt2"), store=tmp_path / "other"), dynamo_plugin=plugin)
 
 
 def test_free_memory_closes_the_model(offloaded: Callable[..., nn.Module]) -> None:
-    loop = Loop(offloaded(tiny.build("qwen2"))).run(batches=range(1))
+    loop = Loop(offloaded(tiny_models.build("qwen2"))).run(batches=range(1))
     model, optimizer = loop.accelerator.free_memory(loop.model, loop.optimizer)
     assert (model, optimizer) == (None, None)
     with pytest.raises(memascend.MemascendError, match="closed"):
@@ -452,8 +454,8 @@ def test_autocast_without_its_cache(offloaded: Callable[..., nn.Module]) -> None
         handlers = [AutocastKwargs(cache_enabled=False)]
         return Loop(model, kwargs_handlers=handlers, **BF16).run(batches=range(2))
 
-    expected = loop(tiny.build("qwen3", torch.float32))
-    loop(offloaded(tiny.build("qwen3", torch.float32))).assert_same(expected)
+    expected = loop(tiny_models.build("qwen3", torch.float32))
+    loop(offloaded(tiny_models.build("qwen3", torch.float32))).assert_same(expected)
 
 
 def test_hooks_of_distributed_data_parallel_are_refused(offloaded: Callable[..., nn.Module]) -> None:
@@ -461,7 +463,7 @@ def test_hooks_of_distributed_data_parallel_are_refused(offloaded: Callable[...,
     _reset()
     kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
-    model = offloaded(tiny.build("qwen2"))
+    model = offloaded(tiny_models.build("qwen2"))
     with pytest.raises(memascend.MemascendError, match=r"comm_hook=FP16.*leave it out"):
         accelerator.prepare_model(model)
     accelerator.ddp_handler.comm_hook = DDPCommunicationHookType.NO

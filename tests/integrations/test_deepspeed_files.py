@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_run
-import lab
+import faults
 import pytest
 import torch
 from deepspeed_parts import MIB, STREAMS, installed_version
@@ -284,7 +284,7 @@ def test_a_full_drive_is_told_with_its_remedy(
         assert handle.sync_pwrite(data[:MIB], path) == 1
         assert Path(path).read_bytes() == data[:MIB].numpy().tobytes()
 
-    with lab.mounted("ext4", lab.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
+    with faults.mounted("ext4", faults.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
         # An engine of its own, so that it closes the file.
         with monkeypatch.context() as patch:
             patch.setattr(files, "_engine", None)
@@ -299,7 +299,7 @@ def test_a_drive_that_fails_is_told_with_its_remedy(
     from memascend.integrations.deepspeed import files
     from memascend.integrations.deepspeed.pinned import PINNED
 
-    def fail(path: str, device: lab.LoopDevice) -> None:
+    def fail(path: str, device: faults.LoopDevice) -> None:
         handle = files.AioHandle()
         # Whole pages of memory and of the file: they do not pass through the kernel's cache.
         data = PINNED.empty(MIB, torch.uint8)
@@ -315,7 +315,7 @@ def test_a_drive_that_fails_is_told_with_its_remedy(
             assert "dmesg" in caught.value.hint
             assert handle.wait() == 0
 
-    with lab.mounted("ext4", lab.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
+    with faults.mounted("ext4", faults.LEAST_BYTES["ext4"], tmp_path / "drive") as drive:
         assert drive.device is not None
         with monkeypatch.context() as patch:
             patch.setattr(files, "_engine", None)

@@ -10,14 +10,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import deepspeed_run
-import needs
 import pytest
+import requirements
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 if importlib.util.find_spec("deepspeed") is None:
-    needs.unmet("deepspeed", "deepspeed is not installed")
+    requirements.unmet("deepspeed", "deepspeed is not installed")
 
 pytestmark = pytest.mark.soak
 DTYPES = ("bfloat16", "float32")
@@ -60,7 +60,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     if not (shutil.which("ninja") and shutil.which("c++")):
-        needs.unmet("compiler", "DeepSpeed's Adam cannot be compiled")
+        requirements.unmet("compiler", "DeepSpeed's Adam cannot be compiled")
     return trained(tmp_path_factory.mktemp("theirs"), True)
 
 

@@ -7,8 +7,8 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
+import requirements
 import torch
 
 from memascend.errors import BudgetError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 if importlib.util.find_spec("deepspeed") is None:
-    needs.unmet("deepspeed", "deepspeed is not installed")
+    requirements.unmet("deepspeed", "deepspeed is not installed")
 
 # An old DeepSpeed is warned of here, where the filter below does not apply.
 with warnings.catch_warnings():

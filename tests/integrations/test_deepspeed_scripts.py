@@ -13,8 +13,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import deepspeed_run
-import needs
 import pytest
+import requirements
 import torch
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 for package in ("deepspeed", "accelerate"):
     if importlib.util.find_spec(package) is None:
-        needs.unmet(package, f"{package} is not installed")
+        requirements.unmet(package, f"{package} is not installed")
 
 TRAINER = """
 import sys

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_run
-import lab
+import faults
 import pytest
 from deepspeed_parts import IN_MEMORY, LARGER_PARTS, MIB, PARTS, POOLS, STREAMS, for_pools, for_streaming
 from deepspeed_run import environment
@@ -266,7 +266,7 @@ def test_a_swap_file_that_was_cut_ends_training(tiers: str, trained: dict[str, l
 @for_pools
 @pytest.mark.parametrize("tiers", ["A", "ABC"])
 def test_a_full_drive_ends_the_script(tiers: str, tmp_path: Path) -> None:
-    with lab.mounted("ext4", 96 * MIB, tmp_path / "drive") as drive:
+    with faults.mounted("ext4", 96 * MIB, tmp_path / "drive") as drive:
         # Weights and masters fit; moments and gradients do not.
         process = alone(tmp_path / "run", tiers=tiers, swap=str(drive.path), leave_free=4 * MIB)
         _, err = process.communicate()
@@ -280,7 +280,7 @@ def test_a_full_drive_ends_the_script(tiers: str, tmp_path: Path) -> None:
 @pytest.mark.root
 @for_pools
 def test_a_drive_that_fails_ends_the_script(tmp_path: Path) -> None:
-    with lab.mounted("ext4", 128 * MIB, tmp_path / "drive") as drive:
+    with faults.mounted("ext4", 128 * MIB, tmp_path / "drive") as drive:
         assert drive.device is not None
         backing = f"/proc/{os.getpid()}/fd/{drive.device.backing}"
         process = alone(tmp_path / "run", swap=str(drive.path), cut_after=2, backing=backing, left=32 * MIB, steps=4)

@@ -10,11 +10,11 @@ import warnings
 from pathlib import Path
 
 import deepspeed_versions
-import needs
 import pytest
+import requirements
 
 if importlib.util.find_spec("deepspeed") is None:
-    needs.unmet("deepspeed", "deepspeed is not installed")
+    requirements.unmet("deepspeed", "deepspeed is not installed")
 
 
 def test_the_versions_are_those_that_are_promised() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from processes import run_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 def build(dtype: torch.dtype, **options: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**tiny.SMALL_DECODER, "num_hidden_layers": 2, **options})).to(dtype).train()
+    return (
+        LlamaForCausalLM(LlamaConfig(**{**tiny_models.SMALL_DECODER, "num_hidden_layers": 2, **options}))
+        .to(dtype)
+        .train()
+    )
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
@@ -58,7 +62,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     for one, other in zip(ours[:-1], theirs[:-1], strict=True):
         assert torch.isfinite(other).all() and torch.equal(one, other)
-    tiny.assert_same_weights(ours[-1], theirs[-1])
+    tiny_models.assert_same_weights(ours[-1], theirs[-1])
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ def test_flex_attention(offloaded: Callable[..., nn.Module]) -> None:
 
 def test_all_of_liger_kernel(store: Path) -> None:
     """`apply_liger_kernel_to_llama(model=...)` as it is called by default."""
-    assert run_file(__file__, store, **needs.liger_interpreted()).count("same\n") == 2
+    assert run_file(__file__, store, **requirements.liger_interpreted()).count("same\n") == 2
 
 
 def main(store: str) -> None:

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from torch.utils.data import DataLoader
 
 import memascend
 
-lightning = needs.package("lightning", "lightning.pytorch")
+lightning = requirements.package("lightning", "lightning.pytorch")
 
 from memascend.integrations.lightning import MemascendStrategy  # noqa: E402
 
@@ -36,7 +36,7 @@ WHERE: dict[str, Any] = {"host_memory": "256MiB", "allocator": "pageable"}
 
 
 def batches(first: int, last: int) -> Any:
-    rows = [tiny.batch("qwen2", number) for number in range(first, last)]
+    rows = [tiny_models.batch("qwen2", number) for number in range(first, last)]
     return DataLoader(rows, collate_fn=lambda given: given[0])
 
 
@@ -115,7 +115,7 @@ def assert_same(ours: Module, theirs: Module, last: int | None = None) -> None:
     expected = theirs.losses if last is None else theirs.losses[-last:]
     assert len(ours.losses) == len(expected) > 0
     assert [float(loss) for loss in ours.losses] == [float(loss) for loss in expected]
-    tiny.assert_same_weights(weights(ours), weights(theirs))
+    tiny_models.assert_same_weights(weights(ours), weights(theirs))
 
 
 @pytest.mark.core
@@ -131,7 +131,7 @@ def test_training_is_that_of_memory(
         "gradient_clip_val": 0.5,
         "val_check_interval": 2,
     }
-    build = lambda: tiny.build("qwen2", torch.float32)  # noqa: E731
+    build = lambda: tiny_models.build("qwen2", torch.float32)  # noqa: E731
     expected = InMemory(build())
     trainer(tmp_path, **options).fit(expected, batches(0, 5), batches(90, 92))
 
@@ -152,7 +152,7 @@ def test_training_is_that_of_memory(
 
 
 def test_evaluation_and_prediction(store: Path, tmp_path: Path, closing: Callable[[Any], Any]) -> None:
-    expected, ours = Module(tiny.build("qwen2")), closing(Module(tiny.build("qwen2")))
+    expected, ours = Module(tiny_models.build("qwen2")), closing(Module(tiny_models.build("qwen2")))
     results = []
     for module, strategy in ((expected, "auto"), (ours, MemascendStrategy(store=store, **WHERE))):
         own = trainer(tmp_path, strategy)
@@ -179,7 +179,7 @@ def test_a_step_is_one_pass(store: Path, tmp_path: Path, closing: Callable[[Any]
             depths.append(memascend.offload_of(self).streamer.depth)
             super().validation_step(batch, index)
 
-    module = closing(Noting(tiny.build("qwen2")))
+    module = closing(Noting(tiny_models.build("qwen2")))
     own = trainer(tmp_path, MemascendStrategy(store=store, **WHERE), max_epochs=1)
     own.fit(module, batches(0, 2), batches(90, 91))
     assert depths == [1] * 4
@@ -187,7 +187,7 @@ def test_a_step_is_one_pass(store: Path, tmp_path: Path, closing: Callable[[Any]
 
 def test_clipping_by_value(store: Path, tmp_path: Path, closing: Callable[[Any], Any]) -> None:
     options = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "max_epochs": 1}
-    expected, ours = Module(tiny.build("qwen2")), closing(Module(tiny.build("qwen2")))
+    expected, ours = Module(tiny_models.build("qwen2")), closing(Module(tiny_models.build("qwen2")))
     trainer(tmp_path, **options).fit(expected, batches(0, 3))
     trainer(tmp_path, MemascendStrategy(store=store, **WHERE), **options).fit(ours, batches(0, 3))
     assert_same(ours, expected)
@@ -208,7 +208,7 @@ def test_manual_optimization(store: Path, tmp_path: Path, closing: Callable[[Any
             optimizer.optimizer.clip_grad_norm_(0.5)
             optimizer.step()
 
-    expected, ours = Manual(tiny.build("qwen2")), closing(Manual(tiny.build("qwen2")))
+    expected, ours = Manual(tiny_models.build("qwen2")), closing(Manual(tiny_models.build("qwen2")))
     trainer(tmp_path).fit(expected, batches(0, 3))
     trainer(tmp_path, MemascendStrategy(store=store, **WHERE)).fit(ours, batches(0, 3))
     assert_same(ours, expected)
@@ -237,7 +237,7 @@ class Interrupt(lightning.Callback):
 def test_an_interrupted_run_goes_on_in_another_process(
     store: Path, tmp_path: Path, closing: Callable[[Any], Any], by: str
 ) -> None:
-    expected = InMemory(tiny.build("qwen2"))
+    expected = InMemory(tiny_models.build("qwen2"))
     options = {"gradient_clip_val": 0.5, "max_epochs": 2}
     trainer(tmp_path, **options).fit(expected, batches(0, 4))
 
@@ -246,7 +246,7 @@ def test_an_interrupted_run_goes_on_in_another_process(
         return lightning.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_epochs=1, save_last=True)
 
     strategy = MemascendStrategy(store=store, **WHERE) if by == "strategy" else "memascend"
-    first = closing(Module(tiny.build("qwen2")))
+    first = closing(Module(tiny_models.build("qwen2")))
     if by == "part":
         memascend.offload(first.model, store=store, **WHERE)
     own = trainer(tmp_path, strategy, callbacks=[saving(), Interrupt(5)], enable_checkpointing=True, **options)
@@ -254,7 +254,7 @@ def test_an_interrupted_run_goes_on_in_another_process(
         own.fit(first, batches(0, 4))
     memascend.close(first)
 
-    again = closing(Module(tiny.build("qwen2", seed=1)))  # whatever its weights are
+    again = closing(Module(tiny_models.build("qwen2", seed=1)))  # whatever its weights are
     strategy = MemascendStrategy(store=store, **WHERE) if by == "strategy" else "memascend"
     if by == "part":
         again.model = memascend.resume(store, **WHERE).model
@@ -263,7 +263,7 @@ def test_an_interrupted_run_goes_on_in_another_process(
     assert_same(again, expected, last=4)
     assert len(own.optimizers) == 1 and own.optimizers[0] is own.lr_scheduler_configs[0].scheduler.optimizer
     session = memascend.offload_of(again)
-    assert session.generations.optimizers == own.optimizers
+    assert session.commit_log.optimizers == own.optimizers
 
 
 def test_checkpoints_are_removed_with_their_directories(
@@ -273,7 +273,7 @@ def test_checkpoints_are_removed_with_their_directories(
     saving = lightning.callbacks.ModelCheckpoint(
         kept, monitor="loss", save_top_k=2, save_last="link", every_n_train_steps=1, filename="{step}"
     )
-    module = closing(Module(tiny.build("qwen2")))
+    module = closing(Module(tiny_models.build("qwen2")))
     own = trainer(
         tmp_path, MemascendStrategy(store=store, **WHERE), callbacks=[saving], enable_checkpointing=True, max_epochs=1
     )
@@ -290,22 +290,22 @@ def test_checkpoints_are_removed_with_their_directories(
     own.fit_loop.max_epochs = 2
     own.fit(module, batches(0, 5))
     own.test(module, batches(90, 91), ckpt_path=tmp_path / "mine.ckpt", verbose=False)
-    tiny.assert_same_weights(weights(module), best)
+    tiny_models.assert_same_weights(weights(module), best)
     own.strategy.remove_checkpoint(kept / "last.ckpt")  # the link alone
     assert len(tags(module)) == 3
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_in_memory_over_a_frozen_model(store: Path, tmp_path: Path, closing: Callable[[Any], Any]) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
 
     def adapted(model: nn.Module) -> Module:
         torch.manual_seed(5)
         return Module(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
 
-    expected = adapted(tiny.build("qwen2"))
+    expected = adapted(tiny_models.build("qwen2"))
     trainer(tmp_path).fit(expected, batches(0, 3))
-    base = memascend.offload(tiny.build("qwen2").requires_grad_(False), store=store, **WHERE)
+    base = memascend.offload(tiny_models.build("qwen2").requires_grad_(False), store=store, **WHERE)
     ours = closing(adapted(base))
     own = trainer(tmp_path, "memascend", max_epochs=1)
     own.fit(ours, batches(0, 3))
@@ -320,9 +320,9 @@ def test_what_is_no_checkpoint_of_an_offloaded_model_is_refused(
     store: Path, tmp_path: Path, closing: Callable[[Any], Any]
 ) -> None:
     own = trainer(tmp_path, max_epochs=1)
-    own.fit(Module(tiny.build("qwen2")), batches(0, 1))
+    own.fit(Module(tiny_models.build("qwen2")), batches(0, 1))
     own.save_checkpoint(tmp_path / "memory.ckpt")
-    module = closing(Module(tiny.build("qwen2")))
+    module = closing(Module(tiny_models.build("qwen2")))
     own = trainer(tmp_path, MemascendStrategy(store=store, **WHERE))
     with pytest.raises(memascend.CheckpointError, match=r"memory\.ckpt is no checkpoint of an offloaded model"):
         own.fit(module, batches(0, 1), ckpt_path=tmp_path / "memory.ckpt")
@@ -347,20 +347,20 @@ def test_what_set_up_refuses(store: Path, tmp_path: Path, closing: Callable[[Any
     with pytest.raises(memascend.MemascendError, match="num_nodes=2"):
         trainer(tmp_path, "memascend", num_nodes=2)
     with pytest.raises(memascend.MemascendError, match="Module is not offloaded: give MemascendStrategy"):
-        trainer(tmp_path, "memascend").fit(Module(tiny.build("qwen2")), batches(0, 1))
+        trainer(tmp_path, "memascend").fit(Module(tiny_models.build("qwen2")), batches(0, 1))
 
     class Foreign(Module):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    module = closing(Foreign(tiny.build("qwen2")))
+    module = closing(Foreign(tiny_models.build("qwen2")))
     with pytest.raises(memascend.MemascendError, match=r"use memascend\.SGD"):
         trainer(tmp_path, MemascendStrategy(store=store, **WHERE)).fit(module, batches(0, 1))
 
 
 def test_pytorch_lightning_alone(store: Path, tmp_path: Path) -> None:
     """With the older of the two packages, in a process that cannot import the other."""
-    needs.package("lightning", "pytorch_lightning")
+    requirements.package("lightning", "pytorch_lightning")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", _ALONE, str(store), str(tmp_path)], env=environment, capture_output=True, text=True
@@ -416,14 +416,14 @@ def test_layers_that_are_unfrozen_later(tmp_path: Path, closing: Callable[[Any],
         trainer(tmp_path, strategy, callbacks=[Unfreezing()]).fit(module, batches(0, 2))
         return module
 
-    ours = closing(Module(tiny.build("qwen2")))
+    ours = closing(Module(tiny_models.build("qwen2")))
     run(ours, MemascendStrategy(store=tmp_path / "store", keep_store=False, **WHERE))
-    expected = run(InMemory(tiny.build("qwen2")))
+    expected = run(InMemory(tiny_models.build("qwen2")))
     assert len(expected.losses) == 4
     assert all(torch.equal(one, other) for one, other in zip(ours.losses, expected.losses, strict=True))
-    tiny.assert_same_weights(weights(ours), weights(expected))
+    tiny_models.assert_same_weights(weights(ours), weights(expected))
     assert not torch.equal(weights(ours)["model.model.layers.2.mlp.up_proj.weight"], initial("layers.2.mlp.up_proj"))
 
 
 def initial(name: str) -> torch.Tensor:
-    return dict(tiny.build("qwen2").named_parameters())[f"model.{name}.weight"]
+    return dict(tiny_models.build("qwen2").named_parameters())[f"model.{name}.weight"]

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 
 import memascend
 from memascend.integrations import named_checkpoints as named
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.core
 
 
 def test_names_are_read_as_they_were_written(offloaded: Callable[..., nn.Module], store: Path, tmp_path: Path) -> None:
-    session = memascend.offload_of(offloaded(tiny.build("qwen2")))
+    session = memascend.offload_of(offloaded(tiny_models.build("qwen2")))
     assert not named.has_names(tmp_path)
     for names in ({0: "one"}, {0: None, 2: "two"}, {0: None}):
         named.write_names(tmp_path, {index: (session, tag) for index, tag in names.items()})

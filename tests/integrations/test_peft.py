@@ -1,6 +1,6 @@
 """PEFT's methods over an offloaded model: the bits of memory, whether adapters are added before or after.
 
-LoRA in detail, and frozen weights that are read from files: `tests/offloading/test_lora.py`.
+LoRA in detail, and frozen weights that are read from files: `tests/session/test_lora.py`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 
-peft = needs.package("peft")
+peft = requirements.package("peft")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 def build(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(**tiny.SMALL_DECODER | {"num_hidden_layers": 2, "attention_bias": True})
+    config = LlamaConfig(**tiny_models.SMALL_DECODER | {"num_hidden_layers": 2, "attention_bias": True})
     return LlamaForCausalLM(config).to(dtype).train()
 
 
@@ -72,13 +72,13 @@ def lora(model: nn.Module, dora: bool = False) -> Any:
 def steps(model: nn.Module, count: int = 2) -> list[torch.Tensor]:
     optimizer = memascend.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     torch.manual_seed(7)
-    return [tiny.step(model, optimizer, "qwen2", number).clone() for number in range(count)]
+    return [tiny_models.step(model, optimizer, "qwen2", number).clone() for number in range(count)]
 
 
 def logits(model: nn.Module, **options: Any) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        result = model(**tiny.batch("qwen2", 99), **options).logits.clone()
+        result = model(**tiny_models.batch("qwen2", 99), **options).logits.clone()
     model.train()
     return result
 
@@ -90,7 +90,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         if isinstance(other, dict):
-            tiny.assert_same_weights(one, other)
+            tiny_models.assert_same_weights(one, other)
         else:
             assert torch.equal(one, other)
 
@@ -120,7 +120,7 @@ def test_a_method(offloaded: Callable[..., nn.Module], tmp_path: Path, method: s
     model: Any = build()
     if first == "offload":
         # These keep the whole embedding in the graph.
-        budget = "64MiB" if method in ("tokens", "dora of an embedding") else tiny.smallest_budget(model)
+        budget = "64MiB" if method in ("tokens", "dora of an embedding") else tiny_models.smallest_budget(model)
         model = adapt(offloaded(model, host_memory=budget), METHODS[method]())
     else:
         model = offloaded(adapt(model, METHODS[method]()))
@@ -128,7 +128,7 @@ def test_a_method(offloaded: Callable[..., nn.Module], tmp_path: Path, method: s
 
     memascend.save_pretrained(model, tmp_path / "ours")
     twin.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
-    tiny.assert_same_weights(saved(tmp_path / "ours"), saved(tmp_path / "theirs"))
+    tiny_models.assert_same_weights(saved(tmp_path / "ours"), saved(tmp_path / "theirs"))
     other = offloaded(build(), store=tmp_path / "other")
     loaded = peft.PeftModel.from_pretrained(other, tmp_path / "ours")
     assert torch.equal(logits(loaded), logits(peft.PeftModel.from_pretrained(build(), tmp_path / "theirs")))
@@ -193,7 +193,7 @@ def test_a_program(
     expected = program(lora(build(dtype), dora))
     base = build(dtype)
     if first == "offload":
-        model = lora(offloaded(base.requires_grad_(False), host_memory=tiny.smallest_budget(base)), dora)
+        model = lora(offloaded(base.requires_grad_(False), host_memory=tiny_models.smallest_budget(base)), dora)
     else:
         # A step of adapters on the store and beside it cannot be durable.
         model = offloaded(lora(base, dora), durability="none")
@@ -206,9 +206,9 @@ def test_a_merged_model_is_saved_whole(offloaded: Callable[..., nn.Module], tmp_
     ours, theirs = model.merge_and_unload(), lora(build()).merge_and_unload()  # type: ignore[operator]
     memascend.save_pretrained(ours, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
-    tiny.assert_same_weights(saved(tmp_path / "ours"), saved(tmp_path / "theirs"))
+    tiny_models.assert_same_weights(saved(tmp_path / "ours"), saved(tmp_path / "theirs"))
     ours.save_pretrained(tmp_path / "by itself")
-    tiny.assert_same_weights(saved(tmp_path / "by itself"), saved(tmp_path / "theirs"))
+    tiny_models.assert_same_weights(saved(tmp_path / "by itself"), saved(tmp_path / "theirs"))
 
 
 def test_two_adapters_in_one_batch(offloaded: Callable[..., nn.Module]) -> None:
@@ -272,7 +272,7 @@ def test_the_copy_of_a_large_head_computes_its_loss_in_pieces(offloaded: Callabl
     def large() -> nn.Module:
         torch.manual_seed(0)
         sizes = {"vocab_size": 1 << 16, "hidden_size": 64, "num_hidden_layers": 1}
-        return LlamaForCausalLM(LlamaConfig(**tiny.SMALL_DECODER | sizes)).requires_grad_(False).train()
+        return LlamaForCausalLM(LlamaConfig(**tiny_models.SMALL_DECODER | sizes)).requires_grad_(False).train()
 
     expected = adapt(memascend.fuse_loss(large()), config)
     theirs = [*steps(expected), values(expected)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memascend
 
-peft = needs.package("peft")
+peft = requirements.package("peft")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def adapt(model: nn.Module, **options: Any) -> Any:
 
 def build(architecture: str) -> nn.Module:
     torch.manual_seed(0)
-    return tiny.build(architecture).requires_grad_(False).train()
+    return tiny_models.build(architecture).requires_grad_(False).train()
 
 
 def on_experts(model: nn.Module) -> list[str]:
@@ -52,7 +52,7 @@ def trained(model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tenso
     optimizer = memascend.AdamW(parameters.values(), lr=1e-2)
     losses = []
     for step in range(STEPS):
-        pair = [model(**tiny.batch("mixtral", 2 * step + number)).loss for number in range(2)]
+        pair = [model(**tiny_models.batch("mixtral", 2 * step + number)).loss for number in range(2)]
         (pair[0] + pair[1]).backward()
         losses += [loss.detach().clone() for loss in pair]
         optimizer.step()
@@ -71,19 +71,19 @@ def test_a_frozen_base_with_experts_is_only_read(
 ) -> None:
     expected = trained(adapt(build(architecture)))
     base = build(architecture)
-    budget = tiny.smallest_budget(base)
+    budget = tiny_models.smallest_budget(base)
     model = adapt(offloaded(base, recompute=recompute, host_memory=budget))
     assert on_experts(model)
     before = written(model)
     losses, adapters = trained(model)
     assert written(model) == before
     assert all(torch.equal(one, other) for one, other in zip(losses, expected[0], strict=True))
-    tiny.assert_same_weights(adapters, expected[1])
+    tiny_models.assert_same_weights(adapters, expected[1])
 
 
 def directory(tmp_path: Path) -> Path:
     """Return a checkpoint as it is published, each expert by itself, with the tokenizer of other tests' models."""
-    path = tiny.llama_directory(tmp_path, hidden=64, layers=2)
+    path = tiny_models.llama_directory(tmp_path, hidden=64, layers=2)
     config = json.loads((path / "config.json").read_text())
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
@@ -110,7 +110,7 @@ def directory(tmp_path: Path) -> Path:
 def test_the_command_line_trains_adapters_on_experts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from commands import in_memory, words_of
 
-    from memascend.command import main
+    from memascend.cli import main
 
     model_dir = directory(tmp_path)
     changed = {"lora_rank": 4, "steps": 4, "lr": 1e-2, "dtype": "bfloat16"}
@@ -128,17 +128,17 @@ def test_the_command_line_trains_adapters_on_experts(tmp_path: Path, capfd: pyte
             steps = [record for record in records if record["record"] == "step"]
             assert [record["ssd_bytes_written"] for record in steps] == [0] * 4
     assert runs[0][0] == runs[1][0] and len(runs[0][0]) == 4
-    tiny.assert_same_weights(runs[0][1], runs[1][1])
+    tiny_models.assert_same_weights(runs[0][1], runs[1][1])
     assert any("experts" in name for name in runs[0][1])
 
 
 def test_memory_of_adapters_is_that_of_all_that_are_trained() -> None:
-    from memascend.command import adapters
-    from memascend.command.lora import Adapters
+    from memascend.cli import adapters
+    from memascend.cli.lora import Adapters
 
     for architecture in ("qwen3_moe", "llama"):
         with torch.device("meta"):
-            empty = tiny.BUILDERS[architecture]()
+            empty = tiny_models.BUILDERS[architecture]()
         forecast = adapters.memory_bytes(empty, Adapters(rank=4))
         assert all(parameter.requires_grad for parameter in empty.parameters())
         model = adapters._adapted(build(architecture), Adapters(rank=4))
@@ -149,8 +149,8 @@ def test_memory_of_adapters_is_that_of_all_that_are_trained() -> None:
 def test_experts_that_peft_does_not_know_are_named() -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    from memascend.command import adapters
-    from memascend.command.lora import Adapters
+    from memascend.cli import adapters
+    from memascend.cli.lora import Adapters
 
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 import trainer_runs
-from bits import differing
+from bit_equality import differing
 from torch import nn
 from trainer_runs import InterruptAt, build, interrupted, logged, make, weights
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainingArguments

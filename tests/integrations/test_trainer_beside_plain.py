@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bits import differing
+from bit_equality import differing
 from trainer_runs import build, data, weights
 from transformers import Trainer as PlainTrainer
 from transformers import TrainerCallback, TrainingArguments

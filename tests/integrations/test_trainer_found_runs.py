@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 from trainer_runs import InterruptAt, build, interrupted, make, weights
 
 import memascend
 from memascend.integrations.transformers import MemascendArguments
-from memascend.offloading.api import offload_of
+from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,7 @@ def test_a_scripts_word_goes_on_with_it(run_found: Any, model_folder: str, tmp_p
     begun.train(resume_from_checkpoint=word)
     whole = make(model_folder, tmp_path / "whole", offload=True)
     whole.train(resume_from_checkpoint="None")
-    assert bits.difference(weights(begun.model), weights(whole.model)) is None
+    assert bit_equality.difference(weights(begun.model), weights(whole.model)) is None
     memascend.close(begun.model)
     memascend.close(whole.model)
     # Killed before its first durable step, a script begins anew with the same words.
@@ -114,7 +114,7 @@ def test_it_is_replaced_on_request(run_found: Any, model_folder: str, tmp_path: 
     trainer.train()
     whole = make(model_folder, tmp_path / "whole", offload=True)
     whole.train()
-    assert bits.difference(weights(trainer.model), weights(whole.model)) is None
+    assert bit_equality.difference(weights(trainer.model), weights(whole.model)) is None
     memascend.close(whole.model)
 
 

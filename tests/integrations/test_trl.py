@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
+import requirements
 import torch
-from bits import differing
+from bit_equality import differing
 from chat_models import TURNS, folder_of, tokenizer
 from trainer_runs import logged, weights
 from transformers import (
@@ -24,9 +24,9 @@ from memascend.integrations.transformers import TrainerMixin
 if TYPE_CHECKING:
     from torch import nn
 
-datasets = needs.package("trl", "datasets")
-trl = needs.package("trl")
-peft = needs.package("peft")
+datasets = requirements.package("trl", "datasets")
+trl = requirements.package("trl")
+peft = requirements.package("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benches"))

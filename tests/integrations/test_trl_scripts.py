@@ -9,18 +9,18 @@ import sys
 from typing import TYPE_CHECKING
 
 import forked
-import needs
 import pytest
-from bits import differing
+import requirements
+from bit_equality import differing
 from chat_models import folder_of
 from safetensors.torch import load_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-needs.package("trl", "datasets")
-needs.package("trl")
-needs.package("peft")
+requirements.package("trl", "datasets")
+requirements.package("trl")
+requirements.package("peft")
 
 ADAPTER = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
 ROWS = {

@@ -13,9 +13,9 @@ import sys
 import warnings
 from pathlib import Path
 
-import needs
 import numpy as np
 import pytest
+import requirements
 import torch
 from overflow_cases import BLOCK, DTYPES, FACTORS, SIZES, all_patterns, numbers, same, squares, unscaled_by_torch
 
@@ -39,13 +39,13 @@ def compiled(architecture: str, *options: str) -> tuple[bytes, str, str]:
     with warnings.catch_warnings():
         # CuPy warns when it finds no CUDA toolkit. NVRTC is all that is needed.
         warnings.simplefilter("ignore")
-        needs.package("cupy")
+        requirements.package("cupy")
         from cupy.cuda import nvrtc
 
         try:
             nvrtc.getVersion()
         except Exception as error:
-            needs.unmet("cupy", f"NVRTC cannot be loaded: {error}")
+            requirements.unmet("cupy", f"NVRTC cannot be loaded: {error}")
     program = nvrtc.createProgram(launcher.source(), "memascend.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*launcher.OPTIONS, f"--gpu-architecture={architecture}", *options, *CUPYS))
@@ -70,7 +70,7 @@ def test_denormals_are_not_flushed() -> None:
 
 
 def test_cupy_appends_what_is_appended_here() -> None:
-    needs.package("cupy")
+    requirements.package("cupy")
     from cupy.cuda import compiler
 
     assert "options += ('-ftz=true',)" in inspect.getsource(compiler._compile_with_cache_cuda)
@@ -131,7 +131,7 @@ def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, built_
 
 
 def test_cupy_is_given_torchs_stream() -> None:
-    cupy = needs.package("cupy")
+    cupy = requirements.package("cupy")
 
     class Torchs:
         def __init__(self, handle: int) -> None:
@@ -232,7 +232,7 @@ class Host:
 def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        needs.unmet("compiler", "a C++ compiler compiles the CUDA source for the host, and there is none")
+        requirements.unmet("compiler", "a C++ compiler compiles the CUDA source for the host, and there is none")
     library = tmp_path_factory.mktemp("host") / "overflow.so"
     shim = Path(__file__).with_name("cuda_on_host.cpp")
     (library.parent / "memascend.cu").write_text(launcher.source())

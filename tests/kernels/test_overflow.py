@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import tiny
+import tiny_models
 import torch
 from overflow_cases import BLOCK, DTYPES, FACTORS, SIZES, all_patterns, numbers, same, squares, unscaled_by_torch
 
@@ -219,10 +219,10 @@ def test_the_sum_must_have_been_asked_for() -> None:
 
 
 def test_kept_gradients_are_judged_by_what_was_recorded(offloaded: Callable[..., nn.Module]) -> None:
-    model, ordinary = tiny.build("llama"), tiny.build("llama")
+    model, ordinary = tiny_models.build("llama"), tiny_models.build("llama")
     offloaded(model)
     for each in (model, ordinary):
-        each(**tiny.batch("llama", 0)).loss.backward()
+        each(**tiny_models.batch("llama", 0)).loss.backward()
     extra = numbers(1000, torch.float32)
     kept = check([extra, *(p.grad for p in model.parameters())], norm=True)
     plain = check([extra, *(p.grad for p in ordinary.parameters())], norm=True)
@@ -236,14 +236,14 @@ def test_kept_gradients_are_judged_by_what_was_recorded(offloaded: Callable[...,
     gradient = parameter.grad
     parameter.grad = None
     assert not check(gradient).found_inf
-    model(**tiny.batch("llama", 1)).loss.backward()
+    model(**tiny_models.batch("llama", 1)).loss.backward()
     with pytest.raises(ValueError, match=r"this gradient of .* is gone"):
         check(gradient)
 
 
 def test_an_overflowed_kept_gradient_is_found(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("llama"))
-    (model(**tiny.batch("llama", 0)).loss * math.inf).backward()
+    model = offloaded(tiny_models.build("llama"))
+    (model(**tiny_models.batch("llama", 0)).loss * math.inf).backward()
     gradients = [p.grad for p in model.parameters()]
     assert check(gradients).found_inf and math.isnan(check(gradients, norm=True).norm)
     # A filled marker shows its values.
@@ -252,7 +252,7 @@ def test_an_overflowed_kept_gradient_is_found(offloaded: Callable[..., nn.Module
 
 
 def test_absent_weights_are_refused(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("llama"))
+    model = offloaded(tiny_models.build("llama"))
     with pytest.raises(ValueError, match="weights are not in memory"):
         check(model.parameters())
     memascend.close(model)

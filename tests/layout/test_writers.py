@@ -10,9 +10,9 @@ from memascend.layout.parameter_state import Binding, GradientState, OptimizerSt
 
 #: The parts that a place leads to: the class of each, and the files or the folder that write it.
 PARTS = {
-    "gradient": (GradientState, {"offloading/early.py", "offloading/gradients.py", "offloading/joining.py"}),
+    "gradient": (GradientState, {"gradients/in_backward.py", "gradients/capture.py", "gradients/reduce.py"}),
     "states": (OptimizerState, {"optim"}),
-    "binding": (Binding, {"offloading/binding.py", "offloading/saved_weights.py"}),
+    "binding": (Binding, {"autograd/binding.py", "session/saved_weights.py"}),
 }
 CHANGING = {"add", "append", "claim", "clear", "extend", "remove", "update"}
 

@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from durable_run import LEAST, Run, same
 from torch import nn
@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import memascend
 from memascend._memascend import ForTests, Projection
-from memascend.command import main
+from memascend.cli import main
 from memascend.layout.units import partition
-from memascend.offloading.api import find_offload
-from memascend.optim import projected
-from memascend.plan.host import smallest_plan
+from memascend.memory_plan.host import smallest_plan
+from memascend.optim import apollo_moments
+from memascend.session.api import find_offload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,19 +170,19 @@ def make(variant: str, model: nn.Module, **more: Any) -> Any:
 
 
 def build(variant: str, architecture: str = "llama") -> nn.Module:
-    return tiny.build(architecture, VARIANTS[variant][2])
+    return tiny_models.build(architecture, VARIANTS[variant][2])
 
 
 @pytest.mark.core
 @variants
 def test_the_same_bits_as_in_memory(offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str) -> None:
     model = memascend.fuse_loss(build(variant))
-    expected = tiny.train(model, "llama", optimizer=make(variant, model))
+    expected = tiny_models.train(model, "llama", optimizer=make(variant, model))
     model = offloaded(build(variant))
-    tiny.assert_same(tiny.train(model, "llama", optimizer=make(variant, model)), expected)
+    tiny_models.assert_same(tiny_models.train(model, "llama", optimizer=make(variant, model)), expected)
     model = memascend.fuse_loss(build(variant))
     optimizer = make(variant, model, store=tmp_path / "states", allocator="pageable")
-    tiny.assert_same(tiny.train(model, "llama", optimizer=optimizer), expected)
+    tiny_models.assert_same(tiny_models.train(model, "llama", optimizer=optimizer), expected)
     optimizer.close()
 
 
@@ -192,21 +192,21 @@ def test_neither_budget_nor_threads_matter(
     offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str, tight: bool
 ) -> None:
     model = build(variant, "qwen3")
-    expected = tiny.train(model, "qwen3", optimizer=make(variant, model), accumulate=2)
-    budget = tiny.smallest_budget(build(variant, "qwen3")) if tight else "1GiB"
+    expected = tiny_models.train(model, "qwen3", optimizer=make(variant, model), accumulate=2)
+    budget = tiny_models.smallest_budget(build(variant, "qwen3")) if tight else "1GiB"
     stores = [tmp_path / "a", tmp_path / "b"]
     threads = 1 if tight else 3
     model = offloaded(build(variant, "qwen3"), store=stores, host_memory=budget, compute_threads=threads)
-    tiny.assert_same(tiny.train(model, "qwen3", optimizer=make(variant, model), accumulate=2), expected)
+    tiny_models.assert_same(tiny_models.train(model, "qwen3", optimizer=make(variant, model), accumulate=2), expected)
 
 
 @pytest.mark.parametrize("variant", ["apollo", "mini", "apollo without master"])
 def test_update_threads_change_no_bit(offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str) -> None:
     model = build(variant, "llama")
-    expected = tiny.train(model, "llama", optimizer=make(variant, model))
+    expected = tiny_models.train(model, "llama", optimizer=make(variant, model))
     for threads in (1, 2, 3, 5):
         model = offloaded(build(variant, "llama"), store=tmp_path / str(threads), compute_threads=threads)
-        tiny.assert_same(tiny.train(model, "llama", optimizer=make(variant, model)), expected)
+        tiny_models.assert_same(tiny_models.train(model, "llama", optimizer=make(variant, model)), expected)
 
 
 def test_threads_and_pieces_change_no_bit_of_a_step() -> None:
@@ -250,7 +250,7 @@ def test_options_of_an_update_in_the_backward_pass_stay(tmp_path: Path) -> None:
     model = memascend.offload(build("mini"), store=tmp_path / "store", **options)
     try:
         run = Run(model, "llama", make("mini", model), plain=True).go(2)
-        model(**tiny.batch("llama", 9)).loss.backward()
+        model(**tiny_models.batch("llama", 9)).loss.backward()
         run.optimizer.param_groups[0]["scale"] = 64.0
         with pytest.raises(memascend.MemascendError, match="options of the optimizer have changed"):
             run.optimizer.step()
@@ -265,7 +265,7 @@ def test_options_of_an_update_in_the_backward_pass_stay(tmp_path: Path) -> None:
 def test_a_state_dict_goes_on_to_the_same_bits(offloaded: Callable[..., nn.Module], variant: str) -> None:
     def steps(model: nn.Module, optimizer: Any, numbers: range) -> dict[str, torch.Tensor]:
         for number in numbers:
-            tiny.step(model, optimizer, "llama", number)
+            tiny_models.step(model, optimizer, "llama", number)
         return dict(memascend.parameters_of(model))
 
     model = memascend.fuse_loss(build(variant))
@@ -282,7 +282,7 @@ def test_a_state_dict_goes_on_to_the_same_bits(offloaded: Callable[..., nn.Modul
     assert again.keys() == saved["state"].keys()
     for key, states in saved["state"].items():
         same(again[key], states)
-    tiny.assert_same_weights(steps(model, optimizer, range(3, 5)), expected)
+    tiny_models.assert_same_weights(steps(model, optimizer, range(3, 5)), expected)
 
 
 @pytest.mark.parametrize("durability", ["step", "every:2"])
@@ -290,10 +290,10 @@ def test_a_state_dict_goes_on_to_the_same_bits(offloaded: Callable[..., nn.Modul
 def test_a_run_that_fails_resumes_to_the_same_bits(tmp_path: Path, variant: str, durability: str) -> None:
     model = memascend.fuse_loss(build(variant))
     expected = Run(model, "llama", make(variant, model)).go(5)
-    options = LEAST | {"durability": durability, "host_memory": tiny.smallest_budget(build(variant))}
+    options = LEAST | {"durability": durability, "host_memory": tiny_models.smallest_budget(build(variant))}
     model = memascend.offload(build(variant), store=tmp_path / "store", **options)
     run = Run(model, "llama", make(variant, model)).go(3)
-    run.model(**tiny.batch("llama", 6)).loss.backward()  # half a step, which is given up
+    run.model(**tiny_models.batch("llama", 6)).loss.backward()  # half a step, which is given up
     find_offload(model).close(failed=True)
     resumed = memascend.resume(tmp_path / "store", host_memory="1GiB", **LEAST)
     try:
@@ -310,15 +310,15 @@ def test_a_step_that_fails_half_way_cannot_be_tried_again(tmp_path: Path, monkey
     expected = Run(model, "llama", make("apollo", model)).go(4)
     model = memascend.offload(build("apollo"), store=tmp_path / "store", host_memory="1GiB", **LEAST)
     run = Run(model, "llama", make("apollo", model)).go(2)
-    whole, found = projected.find_factors, []
+    whole, found = apollo_moments.find_factors, []
 
     def fail(*arguments: Any) -> None:
         found.append(whole(*arguments))
         if len(found) > 3:
             raise OSError("the drive is gone")
 
-    monkeypatch.setattr(projected, "find_factors", fail)
-    run.model(**tiny.batch("llama", 4)).loss.backward()
+    monkeypatch.setattr(apollo_moments, "find_factors", fail)
+    run.model(**tiny_models.batch("llama", 4)).loss.backward()
     with pytest.raises(OSError, match="the drive is gone"):
         run.optimizer.step()
         memascend.flush(model)
@@ -354,7 +354,7 @@ def test_a_store_of_apollo_is_inspected_and_exported(tmp_path: Path, capfd: pyte
         same(saved["state"][key], values)
     # The values that the paper's own code keeps of a matrix.
     shapes = {tuple(values["exp_avg"].shape) for values in saved["state"].values()}
-    assert (tiny.WIDE, 12) in shapes
+    assert (tiny_models.WIDE, 12) in shapes
     assert main.main(["export", str(store), "--out", str(tmp_path / "d"), "--format", "distributed"]) != 0
     assert "Apollo do not have the shapes of parameters" in capfd.readouterr().err
 
@@ -362,7 +362,7 @@ def test_a_store_of_apollo_is_inspected_and_exported(tmp_path: Path, capfd: pyte
 def test_a_step_that_is_left_out_leaves_the_moments(offloaded: Callable[..., nn.Module]) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         run = Run(model, "llama", make("apollo", model, nonfinite="skip"), plain=True).go(2)
-        loss = model(**tiny.batch("llama", 50)).loss
+        loss = model(**tiny_models.batch("llama", 50)).loss
         (loss * math.inf).backward()
         run.optimizer.step()
         assert run.optimizer.skipped_steps == 1
@@ -394,7 +394,7 @@ def test_what_apollo_cannot_take_is_refused_with_a_remedy() -> None:
 
 
 def test_groups_of_a_model() -> None:
-    model = tiny.build("llama")
+    model = tiny_models.build("llama")
     matrices, rest = memascend.apollo_groups(model, rank=8, scale=2.0)
     assert (matrices["rank"], matrices["scale"], "rank" in rest) == (8, 2.0, False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -412,7 +412,7 @@ def test_a_gradient_is_read_once(offloaded: Callable[..., nn.Module], monkeypatc
     monkeypatch.setitem(VARIANTS, variant, (memascend.Apollo, {"rank": 100}, HALF))
     model = memascend.fuse_loss(build(variant))
     expected = Run(model, "llama", make(variant, model)).go(3)
-    model = offloaded(build(variant), host_memory=tiny.smallest_budget(build(variant)))
+    model = offloaded(build(variant), host_memory=tiny_models.smallest_budget(build(variant)))
     run = Run(model, "llama", make(variant, model)).go(1)
     session = find_offload(model)
     taken = []
@@ -431,7 +431,7 @@ def test_a_gradient_is_read_once(offloaded: Callable[..., nn.Module], monkeypatc
 
     monkeypatch.setattr(session, "runtime", Counting(session.runtime))
     run.go(3, 1)
-    large = [p for p in session.places if not p.tensor.packed and p.shape != (tiny.VOCABULARY, tiny.WIDE)]
+    large = [p for p in session.places if not p.tensor.packed and p.shape != (tiny_models.VOCABULARY, tiny_models.WIDE)]
     assert taken == 2 * len(large) * ["take_projected"]
     assert any(place.gradient.projected[1] * 2 > 65536 for place in large), "one is put aside in several chunks"
     same(run.state(), expected.state())

@@ -24,8 +24,8 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
+import requirements
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -303,7 +303,7 @@ REFUSED_OPTIONS = ("capturable", "differentiable")
 
 def common() -> Any:
     """Return the module with PyTorch's inputs: internal, and it imports expecttest, which PyTorch does not install."""
-    needs.package("expecttest")
+    requirements.package("expecttest")
     with warnings.catch_warnings():
         # Ignore its warnings about other packages that PyTorch's tests use.
         warnings.simplefilter("ignore")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from torch import nn
 
@@ -77,9 +77,9 @@ def test_the_bound_is_sharp_enough_to_see_a_wrong_epsilon() -> None:
     assert ulps(ours.detach(), theirs.detach(), theirs.detach().abs() + 0.01) > BOUND_ULPS
 
 
-def model_of_all_kinds(dtype: torch.dtype = torch.bfloat16) -> tiny.Plain:
-    model = tiny.build("plain", dtype)
-    assert isinstance(model, tiny.Plain)
+def model_of_all_kinds(dtype: torch.dtype = torch.bfloat16) -> tiny_models.Plain:
+    model = tiny_models.build("plain", dtype)
+    assert isinstance(model, tiny_models.Plain)
     return model
 
 
@@ -98,16 +98,16 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def test_param_groups(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
-    def run(model: nn.Module, **where: Any) -> tiny.Trace:
+    def run(model: nn.Module, **where: Any) -> tiny_models.Trace:
         optimizer = memascend.AdamW(groups_of(model), lr=1e-2, **where)
-        trace = tiny.train(model, "plain", optimizer=optimizer)
+        trace = tiny_models.train(model, "plain", optimizer=optimizer)
         optimizer.close()
         return trace
 
     expected = run(model_of_all_kinds())
-    tiny.assert_same(run(offloaded(model_of_all_kinds())), expected)
-    tiny.assert_same(run(model_of_all_kinds(), store=tmp_path / "states", allocator="pageable"), expected)
-    one_group = tiny.train(model_of_all_kinds(), "plain", lr=1e-2)
+    tiny_models.assert_same(run(offloaded(model_of_all_kinds())), expected)
+    tiny_models.assert_same(run(model_of_all_kinds(), store=tmp_path / "states", allocator="pageable"), expected)
+    one_group = tiny_models.train(model_of_all_kinds(), "plain", lr=1e-2)
     assert not torch.equal(one_group.weights["head.weight"], expected.weights["head.weight"])
     assert not torch.equal(one_group.weights["shift"], expected.weights["shift"])
 
@@ -134,7 +134,7 @@ def test_schedulers(offloaded: Callable[..., nn.Module], make: Callable[[Any], A
         scheduler = make(optimizer)
         rates = []
         for step in range(4):
-            model(**tiny.batch("plain", step)).loss.backward()
+            model(**tiny_models.batch("plain", step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             # The update uses the rate at the time of step(), though it may run later.
@@ -146,7 +146,7 @@ def test_schedulers(offloaded: Callable[..., nn.Module], make: Callable[[Any], A
     actual_rates, actual = run(offloaded(model_of_all_kinds()))
     assert actual_rates == rates
     assert len({str(rate) for rate in rates}) == 4
-    tiny.assert_same_weights(actual, weights)
+    tiny_models.assert_same_weights(actual, weights)
 
 
 def test_add_param_group(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_add_param_group(offloaded: Callable[..., nn.Module], tmp_path: Path) ->
                 for parameter in added:
                     parameter.requires_grad_(True)
                 optimizer.add_param_group({"params": added, "lr": 1e-3})
-            model(**tiny.batch("plain", step)).loss.backward()
+            model(**tiny_models.batch("plain", step)).loss.backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -170,7 +170,7 @@ def test_add_param_group(offloaded: Callable[..., nn.Module], tmp_path: Path) ->
         return weights
 
     expected = run(model_of_all_kinds())
-    tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
+    tiny_models.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
 
     # The states of a group added later go to the store too, beside the first ones.
     def in_host(**store: object) -> list[torch.Tensor]:
@@ -199,14 +199,14 @@ def test_closure(offloaded: Callable[..., nn.Module]) -> None:
 
             def closure(step: int = step) -> torch.Tensor:
                 optimizer.zero_grad()
-                loss = model(**tiny.batch("qwen2", step)).loss
+                loss = model(**tiny_models.batch("qwen2", step)).loss
                 loss.backward()
                 return loss
 
             losses.append(optimizer.step(closure).detach())
         return losses
 
-    expected, actual = run(tiny.build("qwen2")), run(offloaded(tiny.build("qwen2")))
+    expected, actual = run(tiny_models.build("qwen2")), run(offloaded(tiny_models.build("qwen2")))
     assert [float(loss) for loss in actual] == [float(loss) for loss in expected]
 
 
@@ -252,7 +252,7 @@ def test_missing_gradients(offloaded: Callable[..., nn.Module], tmp_path: Path, 
         run(fresh(), store=tmp_path / "states", allocator="pageable"),
     ):
         assert counted == steps
-        tiny.assert_same_weights(actual, weights)
+        tiny_models.assert_same_weights(actual, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -264,7 +264,7 @@ def test_states_move_between_offloaded_and_memory(
         if saved is not None:
             optimizer.load_state_dict(saved)
         for step in range(first, first + 2):
-            model(**tiny.batch("plain", step)).loss.backward()
+            model(**tiny_models.batch("plain", step)).loss.backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -282,7 +282,7 @@ def test_states_move_between_offloaded_and_memory(
     straight = model_of_all_kinds(dtype)
     optimizer = memascend.AdamW(groups_of(straight), lr=1e-2)
     for step in range(6):
-        straight(**tiny.batch("plain", step)).loss.backward()
+        straight(**tiny_models.batch("plain", step)).loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -292,7 +292,7 @@ def test_states_move_between_offloaded_and_memory(
     memascend.close(model)
     saved, model = leg(copy, 2, saved)
     saved, model = leg(offloaded(successor(model)), 4, saved)
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(straight)))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(straight)))
     ours, theirs = saved["state"], optimizer.state_dict()["state"]
     assert ours.keys() == theirs.keys()
     for key, state in theirs.items():
@@ -348,12 +348,12 @@ def test_states_move_to_and_from_torch(offloaded: Callable[..., nn.Module]) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("volumes", [1, 2])
 def test_states_alone_on_ssd(tmp_path: Path, architecture: str, dtype: torch.dtype, volumes: int) -> None:
-    expected = tiny.train(tiny.build(architecture, dtype), architecture, accumulate=2)
-    model = tiny.build(architecture, dtype)
+    expected = tiny_models.train(tiny_models.build(architecture, dtype), architecture, accumulate=2)
+    model = tiny_models.build(architecture, dtype)
     stores = [tmp_path / str(index) for index in range(volumes)]
     optimizer = memascend.AdamW(model.parameters(), lr=3e-3, store=stores, allocator="pageable")
     assert sum(file.stat().st_size for store in stores for file in store.iterdir()) > 8 * 10**5
-    tiny.assert_same(tiny.train(model, architecture, accumulate=2, optimizer=optimizer), expected)
+    tiny_models.assert_same(tiny_models.train(model, architecture, accumulate=2, optimizer=optimizer), expected)
     optimizer.close()
     assert not any(store.exists() for store in stores)
 
@@ -417,7 +417,7 @@ def test_discarded_gradients(offloaded: Callable[..., nn.Module]) -> None:
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
 
         def backward(number: int) -> None:
-            model(**tiny.batch("plain", number)).loss.backward()
+            model(**tiny_models.batch("plain", number)).loss.backward()
 
         backward(0)
         model.zero_grad()
@@ -439,10 +439,10 @@ def test_discarded_gradients(offloaded: Callable[..., nn.Module]) -> None:
         return dict(memascend.parameters_of(model))
 
     expected = run(model_of_all_kinds())
-    budget = tiny.smallest_budget(model_of_all_kinds())
+    budget = tiny_models.smallest_budget(model_of_all_kinds())
     for where in ({}, {"host_memory": budget}):
         model = offloaded(model_of_all_kinds(), **where)
-        tiny.assert_same_weights(run(model), expected)
+        tiny_models.assert_same_weights(run(model), expected)
         memascend.close(model)
 
 
@@ -451,28 +451,28 @@ def test_gradients_zeroed_in_place(offloaded: Callable[..., nn.Module]) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
         for number in range(2):
-            model(**tiny.batch("plain", number)).loss.backward()
+            model(**tiny_models.batch("plain", number)).loss.backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             model.zero_grad(set_to_none=False)
         for number in range(2, 4):
-            model(**tiny.batch("plain", number)).loss.backward()
+            model(**tiny_models.batch("plain", number)).loss.backward()
             model.zero_grad(set_to_none=False)
         model.get_parameter("mix").grad.fill_(0.25)
-        assert optimizer.clip_grad_norm_(1.0) == 0.25 * tiny.WIDE
+        assert optimizer.clip_grad_norm_(1.0) == 0.25 * tiny_models.WIDE
         optimizer.step()  # momentum alone, but for one
         return dict(memascend.parameters_of(model))
 
     expected = run(model_of_all_kinds())
-    tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
+    tiny_models.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
 
 
 def test_discarded_gradients_give_their_memory_back(offloaded: Callable[..., nn.Module]) -> None:
     model = offloaded(model_of_all_kinds())
     optimizer = memascend.AdamW(model.parameters())
-    tiny.logits(model, "plain")
+    tiny_models.logits(model, "plain")
     before = memascend.stats(model)["host_bytes_in_use"]
-    model(**tiny.batch("plain", 0)).loss.backward()
+    model(**tiny_models.batch("plain", 0)).loss.backward()
     kept = memascend.stats(model)["host_bytes_in_use"]
     optimizer.zero_grad()
     assert kept - before > 2048 * 256 * 2
@@ -486,7 +486,7 @@ def test_two_optimizers_of_one_layer(offloaded: Callable[..., nn.Module]) -> Non
         one = memascend.AdamW([p for name, p in named.items() if name.endswith("bias")], lr=1e-2)
         other = memascend.AdamW([p for name, p in named.items() if not name.endswith("bias")], lr=1e-3)
         for number in range(4):
-            model(**tiny.batch("plain", number)).loss.backward()
+            model(**tiny_models.batch("plain", number)).loss.backward()
             one.clip_grad_norm_(0.1)
             one.step()
             other.step()
@@ -495,17 +495,17 @@ def test_two_optimizers_of_one_layer(offloaded: Callable[..., nn.Module]) -> Non
         return dict(memascend.parameters_of(model))
 
     expected = run(model_of_all_kinds())
-    tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
+    tiny_models.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
 
 
 def test_gradients_set_by_hand(offloaded: Callable[..., nn.Module]) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
-        model(**tiny.batch("plain", 0)).loss.backward()
+        model(**tiny_models.batch("plain", 0)).loss.backward()
         for name in ("head.weight", "shift"):
             parameter = model.get_parameter(name)
             parameter.grad = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
-        model(**tiny.batch("plain", 1)).loss.backward()  # adds to the value that was set
+        model(**tiny_models.batch("plain", 1)).loss.backward()  # adds to the value that was set
         parameter = model.get_parameter("mix")
         parameter.grad = torch.full(parameter.shape, 0.5, dtype=parameter.dtype)
         optimizer.clip_grad_norm_(1.0)
@@ -513,7 +513,7 @@ def test_gradients_set_by_hand(offloaded: Callable[..., nn.Module]) -> None:
         return dict(memascend.parameters_of(model))
 
     expected = run(model_of_all_kinds())
-    tiny.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
+    tiny_models.assert_same_weights(run(offloaded(model_of_all_kinds())), expected)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -522,7 +522,7 @@ def test_clipping_by_torch(offloaded: Callable[..., nn.Module], foreach: bool) -
 
     def run(model: nn.Module) -> torch.Tensor:
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
-        model(**tiny.batch("plain", 0)).loss.backward()
+        model(**tiny_models.batch("plain", 0)).loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
         optimizer.step()
         optimizer.zero_grad()
@@ -530,7 +530,7 @@ def test_clipping_by_torch(offloaded: Callable[..., nn.Module], foreach: bool) -
 
     expected, model = model_of_all_kinds(), offloaded(model_of_all_kinds())
     assert torch.equal(run(model), run(expected))
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(expected)))
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), dict(memascend.parameters_of(expected)))
 
 
 @pytest.mark.parametrize("where", ["memory", "offloaded"])
@@ -539,13 +539,13 @@ def test_overflow_shows_in_the_norm(offloaded: Callable[..., nn.Module], where: 
     if where == "offloaded":
         offloaded(model)
     optimizer = memascend.AdamW(model.parameters())
-    (model(**tiny.batch("plain", 0)).loss * float("inf")).backward()
+    (model(**tiny_models.batch("plain", 0)).loss * float("inf")).backward()
     with pytest.raises(RuntimeError, match="not finite"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert not torch.isfinite(optimizer.clip_grad_norm_(1.0))
     before = dict(memascend.parameters_of(model))
     optimizer.zero_grad()
-    model(**tiny.batch("plain", 1)).loss.backward()
+    model(**tiny_models.batch("plain", 1)).loss.backward()
     assert torch.isfinite(optimizer.clip_grad_norm_(1.0))
     optimizer.step()
     after = dict(memascend.parameters_of(model))
@@ -554,9 +554,9 @@ def test_overflow_shows_in_the_norm(offloaded: Callable[..., nn.Module], where: 
 
 
 def test_the_norm_is_that_of_torch() -> None:
-    model = tiny.build("qwen3", torch.float32)
+    model = tiny_models.build("qwen3", torch.float32)
     optimizer = memascend.AdamW(model.parameters())
-    model(**tiny.batch("qwen3", 0)).loss.backward()
+    model(**tiny_models.batch("qwen3", 0)).loss.backward()
     expected = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
     assert optimizer.clip_grad_norm_(1.0) == expected.float()
 
@@ -572,7 +572,7 @@ def test_a_graph_older_than_the_step_is_refused(
             offloaded(model, recompute=recompute)
         states: dict[str, Any] = {"store": tmp_path / "s", "allocator": "pageable"} if where == "states" else {}
         optimizer = memascend.AdamW(model.parameters(), lr=1e-2, **states)
-        old = model(**tiny.batch("plain", 0)).loss
+        old = model(**tiny_models.batch("plain", 0)).loss
         old.backward(retain_graph=True)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from torch import nn
 
@@ -28,7 +28,7 @@ HALF = torch.bfloat16
 
 
 def backward(model: nn.Module, number: int = 0, factor: float = 1.0) -> None:
-    (model(**tiny.batch("plain", number)).loss * factor).backward()
+    (model(**tiny_models.batch("plain", number)).loss * factor).backward()
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,20 +73,20 @@ def test_what_cannot_be_computed_leaves_everything_as_it_was(
                         optimizer.step()
                     optimizer.param_groups[1][name] = kept
                 assert all(parameter.grad is not None for parameter in parameters)
-                tiny.assert_same_weights(weights_of(model), before)
+                tiny_models.assert_same_weights(weights_of(model), before)
             optimizer.step()
             optimizer.zero_grad()
         weights = weights_of(model)
         optimizer.close()
         return weights
 
-    expected = run(tiny.build("plain", dtype), False)
-    model, options = placed(where, tiny.build("plain", dtype), offloaded, tmp_path)
-    tiny.assert_same_weights(run(model, True, **options), expected)
+    expected = run(tiny_models.build("plain", dtype), False)
+    model, options = placed(where, tiny_models.build("plain", dtype), offloaded, tmp_path)
+    tiny_models.assert_same_weights(run(model, True, **options), expected)
 
 
 def test_a_step_while_a_layer_is_in_use_is_refused_whole(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("plain", torch.float16))
+    model = offloaded(tiny_models.build("plain", torch.float16))
     optimizer = memascend.AdamW(model.parameters(), lr=2e-3)
     backward(model)
     before = weights_of(model)
@@ -95,7 +95,7 @@ def test_a_step_while_a_layer_is_in_use_is_refused_whole(offloaded: Callable[...
     with pytest.raises(memascend.MemascendError, match="in use"):
         optimizer.step()
     state.streamer.exit(state.units[-1])
-    tiny.assert_same_weights(weights_of(model), before)
+    tiny_models.assert_same_weights(weights_of(model), before)
     assert not optimizer.state_dict()["state"]
     optimizer.step()
     after = weights_of(model)
@@ -128,12 +128,12 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
         optimizer.close()
         return weights
 
-    expected = run(tiny.build("plain", HALF), False)
-    model, options = placed(where, tiny.build("plain", HALF), offloaded, tmp_path)
+    expected = run(tiny_models.build("plain", HALF), False)
+    model, options = placed(where, tiny_models.build("plain", HALF), offloaded, tmp_path)
     # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        tiny.assert_same_weights(run(model, True, **options), expected)
+        tiny_models.assert_same_weights(run(model, True, **options), expected)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -208,9 +208,9 @@ def test_a_master_that_torch_carried_along_is_not_taken_for_the_weight(dtype: to
 
 def test_a_model_offloaded_in_mid_training_takes_its_states_along(offloaded: Callable[..., nn.Module]) -> None:
     for dtype in (torch.float16, HALF, torch.float32):
-        straight = tiny.build("plain", dtype)
+        straight = tiny_models.build("plain", dtype)
         optimizer = memascend.AdamW(straight.parameters(), lr=2e-3)
-        model = tiny.build("plain", dtype)
+        model = tiny_models.build("plain", dtype)
         moved = memascend.AdamW(model.parameters(), lr=2e-3)
         for number in range(4):
             if number == 2:
@@ -219,7 +219,7 @@ def test_a_model_offloaded_in_mid_training_takes_its_states_along(offloaded: Cal
                 backward(each, number)
                 its.step()
                 its.zero_grad()
-        tiny.assert_same_weights(weights_of(model), weights_of(straight))
+        tiny_models.assert_same_weights(weights_of(model), weights_of(straight))
         memascend.close(model)
 
 
@@ -241,16 +241,16 @@ def test_the_coefficient_of_discarded_gradients_is_discarded(
         optimizer.step()
         return weights_of(model)
 
-    expected = run(tiny.build("plain", HALF), False)
-    model = tiny.build("plain", HALF)
-    tiny.assert_same_weights(run(offloaded(model) if where == "offloaded" else model, True), expected)
+    expected = run(tiny_models.build("plain", HALF), False)
+    model = tiny_models.build("plain", HALF)
+    tiny_models.assert_same_weights(run(offloaded(model) if where == "offloaded" else model, True), expected)
 
 
 @pytest.mark.parametrize("where", ["offloaded", "memory"])
 def test_clipping_twice_adds_up_and_a_gradient_must_not_change_after(
     offloaded: Callable[..., nn.Module], where: str
 ) -> None:
-    model = tiny.build("plain", HALF)
+    model = tiny_models.build("plain", HALF)
     if where == "offloaded":
         offloaded(model)
     optimizer = memascend.SGD(model.parameters(), lr=1e-3)
@@ -266,7 +266,7 @@ def test_clipping_twice_adds_up_and_a_gradient_must_not_change_after(
 
 
 def test_a_stand_in_put_back_is_refused(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("plain", HALF))
+    model = offloaded(tiny_models.build("plain", HALF))
     optimizer = memascend.AdamW(model.parameters(), lr=2e-3)
     backward(model)
     saved = {parameter: parameter.grad for parameter in model.parameters()}
@@ -298,8 +298,8 @@ def test_a_backward_pass_that_failed_leaves_nothing_to_add_to(offloaded: Callabl
         optimizer.step()
         return weights_of(model)
 
-    expected = run(tiny.build("plain", HALF), False)
-    tiny.assert_same_weights(run(offloaded(tiny.build("plain", HALF)), True), expected)
+    expected = run(tiny_models.build("plain", HALF), False)
+    tiny_models.assert_same_weights(run(offloaded(tiny_models.build("plain", HALF)), True), expected)
 
 
 def test_scaled_float16_gradients_are_not_mistaken_for_others() -> None:
@@ -341,11 +341,11 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(
         first.zero_grad()
         return first, second(model, states="bfloat16")
 
-    expected = tiny.build("plain", HALF)
+    expected = tiny_models.build("plain", HALF)
     both(expected)
-    model = offloaded(tiny.build("plain", HALF), durability=durability)
+    model = offloaded(tiny_models.build("plain", HALF), durability=durability)
     first, other = both(model)
-    tiny.assert_same_weights(weights_of(model), weights_of(expected))
+    tiny_models.assert_same_weights(weights_of(model), weights_of(expected))
     # The states of the first optimizer are gone and move no more. The weight, the low half and one bf16 state move, in
     # as many slots, and the gradient.
     used = memascend.stats(model)["store_bytes_used"]
@@ -354,7 +354,7 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(
     with pytest.raises(memascend.MemascendError, match="trained by another optimizer since"):
         first.step()
     # It is refused until states are loaded again.
-    first.load_state_dict(memascend.AdamW(tiny.build("plain", HALF).parameters()).state_dict())
+    first.load_state_dict(memascend.AdamW(tiny_models.build("plain", HALF).parameters()).state_dict())
     first.step()
     first.zero_grad()
     with pytest.raises(memascend.MemascendError, match="trained by another optimizer since"):
@@ -363,7 +363,7 @@ def test_a_second_optimizer_begins_anew_and_the_first_is_told(
 
 
 def test_states_of_an_optimizer_that_is_gone_make_room_at_once(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("plain", HALF), durability="none")
+    model = offloaded(tiny_models.build("plain", HALF), durability="none")
     optimizer = memascend.AdamW(model.parameters(), amsgrad=True)
     backward(model)
     optimizer.step()
@@ -377,7 +377,7 @@ def test_states_of_an_optimizer_that_is_gone_make_room_at_once(offloaded: Callab
 
 
 def test_8_bits_after_32_at_the_smallest_budget(offloaded: Callable[..., nn.Module]) -> None:
-    budget = tiny.smallest_budget(tiny.build("plain", HALF))
+    budget = tiny_models.smallest_budget(tiny_models.build("plain", HALF))
 
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         for options in ({}, {"states": "8bit"}, {"amsgrad": True}):
@@ -387,8 +387,8 @@ def test_8_bits_after_32_at_the_smallest_budget(offloaded: Callable[..., nn.Modu
             optimizer.zero_grad()
         return weights_of(model)
 
-    tiny.assert_same_weights(
-        run(offloaded(tiny.build("plain", HALF), host_memory=budget)), run(tiny.build("plain", HALF))
+    tiny_models.assert_same_weights(
+        run(offloaded(tiny_models.build("plain", HALF), host_memory=budget)), run(tiny_models.build("plain", HALF))
     )
 
 
@@ -412,7 +412,7 @@ def test_momentum_switched_on_later_begins_as_the_gradient(offloaded: Callable[.
             parameter.copy_(value)
     run(list(model.parameters()), memascend.SGD)
     run(list(other.parameters()), memascend.SGD)
-    tiny.assert_same_weights(weights_of(model), weights_of(other))
+    tiny_models.assert_same_weights(weights_of(model), weights_of(other))
 
 
 # ---- dictionaries ---------------------------------------------------------------------------------------------------
@@ -459,12 +459,12 @@ def test_amsgrad_switched_on_before_a_step_that_is_left_out() -> None:
 
 def test_options_of_groups_are_checked_like_those_of_all() -> None:
     optimizer = memascend.AdamW([ones()])
-    before = dict(optimizer._homes.numbers)
+    before = dict(optimizer._backends.numbers)
     for bad in ({"seed": -1}, {"states": "int4"}, {"states": torch.float16}):
         with pytest.raises(ValueError, match=r"seed|states"):
             optimizer.add_param_group({"params": [ones()], **bad})
     assert len(optimizer.param_groups) == 1
-    assert optimizer._homes.numbers == before, "others keep their random numbers"
+    assert optimizer._backends.numbers == before, "others keep their random numbers"
     optimizer.add_param_group({"params": [ones()], "states": torch.bfloat16})
     optimizer.step()
     for betas in ((0.9,), ()):

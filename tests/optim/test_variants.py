@@ -8,7 +8,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from torch import nn
 
@@ -48,12 +48,12 @@ def make(variant: str, model: nn.Module, **more: Any) -> Any:
 
 
 def build(variant: str) -> nn.Module:
-    return tiny.build("plain", VARIANTS[variant][2])
+    return tiny_models.build("plain", VARIANTS[variant][2])
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> dict[str, torch.Tensor]:
     for number in numbers:
-        model(**tiny.batch("plain", number)).loss.backward()
+        model(**tiny_models.batch("plain", number)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return dict(memascend.parameters_of(model))
@@ -69,13 +69,13 @@ def test_the_same_bits_as_in_memory(offloaded: Callable[..., nn.Module], tmp_pat
     assert any(p.numel() * p.element_size() >= 64 * 1024 for p in model.parameters()), (
         "something large enough for 8 bits"
     )
-    expected = tiny.train(model, "plain", optimizer=make(variant, model))
+    expected = tiny_models.train(model, "plain", optimizer=make(variant, model))
     assert not torch.equal(expected.weights["head.weight"], build(variant).get_parameter("head.weight"))
     model = offloaded(build(variant))
-    tiny.assert_same(tiny.train(model, "plain", optimizer=make(variant, model)), expected)
+    tiny_models.assert_same(tiny_models.train(model, "plain", optimizer=make(variant, model)), expected)
     model = build(variant)
     optimizer = make(variant, model, store=tmp_path / "states", allocator="pageable")
-    tiny.assert_same(tiny.train(model, "plain", optimizer=optimizer), expected)
+    tiny_models.assert_same(tiny_models.train(model, "plain", optimizer=optimizer), expected)
     optimizer.close()
 
 
@@ -84,19 +84,19 @@ def test_the_same_bits_as_in_memory(offloaded: Callable[..., nn.Module], tmp_pat
 def test_neither_budget_nor_threads_matter(
     offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str, tight: bool
 ) -> None:
-    model = tiny.build("qwen2", torch.bfloat16)
-    expected = tiny.train(model, "qwen2", optimizer=make(variant, model), accumulate=2)
-    budget = tiny.smallest_budget(tiny.build("qwen2", torch.bfloat16)) if tight else "1GiB"
+    model = tiny_models.build("qwen2", torch.bfloat16)
+    expected = tiny_models.train(model, "qwen2", optimizer=make(variant, model), accumulate=2)
+    budget = tiny_models.smallest_budget(tiny_models.build("qwen2", torch.bfloat16)) if tight else "1GiB"
     stores = [tmp_path / "a", tmp_path / "b"]
     model = offloaded(
-        tiny.build("qwen2", torch.bfloat16), store=stores, host_memory=budget, compute_threads=1 if tight else 3
+        tiny_models.build("qwen2", torch.bfloat16), store=stores, host_memory=budget, compute_threads=1 if tight else 3
     )
-    tiny.assert_same(tiny.train(model, "qwen2", optimizer=make(variant, model), accumulate=2), expected)
+    tiny_models.assert_same(tiny_models.train(model, "qwen2", optimizer=make(variant, model), accumulate=2), expected)
     torch.set_num_threads(2)
     try:
-        model = tiny.build("qwen2", torch.bfloat16)
+        model = tiny_models.build("qwen2", torch.bfloat16)
         optimizer = make(variant, model)
-        weights = tiny.train(model, "qwen2", optimizer=optimizer, accumulate=2).weights
+        weights = tiny_models.train(model, "qwen2", optimizer=optimizer, accumulate=2).weights
     finally:
         torch.set_num_threads(1)
     # PyTorch's own sums may differ between thread counts, so only the thread count of the steps is checked.
@@ -106,11 +106,11 @@ def test_neither_budget_nor_threads_matter(
 @variants
 def test_update_threads_change_no_bit(offloaded: Callable[..., nn.Module], tmp_path: Path, variant: str) -> None:
     model = build(variant)
-    expected = tiny.train(model, "plain", optimizer=make(variant, model))
+    expected = tiny_models.train(model, "plain", optimizer=make(variant, model))
     for threads in (1, 2, 3, 5):
         model = offloaded(build(variant), store=tmp_path / str(threads), compute_threads=threads)
         assert memascend.stats(model)["threads"]["update"] == threads
-        tiny.assert_same(tiny.train(model, "plain", optimizer=make(variant, model)), expected)
+        tiny_models.assert_same(tiny_models.train(model, "plain", optimizer=make(variant, model)), expected)
 
 
 def test_the_seed_matters_and_parameters_round_apart() -> None:
@@ -129,7 +129,7 @@ def test_the_seed_matters_and_parameters_round_apart() -> None:
 
 
 def test_groups_may_keep_their_states_differently(offloaded: Callable[..., nn.Module]) -> None:
-    def run(model: nn.Module) -> tiny.Trace:
+    def run(model: nn.Module) -> tiny_models.Trace:
         named = dict(model.named_parameters())
         head = [p for name, p in named.items() if "head" in name]
         norms = [p for name, p in named.items() if "norm" in name]
@@ -140,9 +140,9 @@ def test_groups_may_keep_their_states_differently(offloaded: Callable[..., nn.Mo
             # This parameter is packed with parameters of the other groups.
             {"params": norms, "states": "bfloat16", "master": False, "maximize": True},
         ]
-        return tiny.train(model, "plain", optimizer=memascend.AdamW(groups, lr=2e-3))
+        return tiny_models.train(model, "plain", optimizer=memascend.AdamW(groups, lr=2e-3))
 
-    tiny.assert_same(run(offloaded(tiny.build("plain", HALF))), run(tiny.build("plain", HALF)))
+    tiny_models.assert_same(run(offloaded(tiny_models.build("plain", HALF))), run(tiny_models.build("plain", HALF)))
 
 
 def test_two_algorithms_in_one_pack(offloaded: Callable[..., nn.Module]) -> None:
@@ -151,7 +151,7 @@ def test_two_algorithms_in_one_pack(offloaded: Callable[..., nn.Module]) -> None
         lion = memascend.Lion([p for name, p in named.items() if name.endswith("bias")], lr=1e-3, states="bfloat16")
         adam = memascend.AdamW([p for name, p in named.items() if not name.endswith("bias")], lr=2e-3)
         for number in range(3):
-            model(**tiny.batch("plain", number)).loss.backward()
+            model(**tiny_models.batch("plain", number)).loss.backward()
             if number != 1:
                 lion.step()
             adam.step()
@@ -159,7 +159,9 @@ def test_two_algorithms_in_one_pack(offloaded: Callable[..., nn.Module]) -> None
             lion.zero_grad()
         return dict(memascend.parameters_of(model))
 
-    tiny.assert_same_weights(run(offloaded(tiny.build("plain", HALF))), run(tiny.build("plain", HALF)))
+    tiny_models.assert_same_weights(
+        run(offloaded(tiny_models.build("plain", HALF))), run(tiny_models.build("plain", HALF))
+    )
 
 
 def test_unfrozen_later_without_a_word(offloaded: Callable[..., nn.Module], tmp_path: Path) -> None:
@@ -175,10 +177,10 @@ def test_unfrozen_later_without_a_word(offloaded: Callable[..., nn.Module], tmp_
         optimizer.close()
         return weights
 
-    expected = run(tiny.build("plain", HALF))
-    tiny.assert_same_weights(run(offloaded(tiny.build("plain", HALF))), expected)
-    on_ssd = run(tiny.build("plain", HALF), store=tmp_path / "states", allocator="pageable")
-    tiny.assert_same_weights(on_ssd, expected)
+    expected = run(tiny_models.build("plain", HALF))
+    tiny_models.assert_same_weights(run(offloaded(tiny_models.build("plain", HALF))), expected)
+    on_ssd = run(tiny_models.build("plain", HALF), store=tmp_path / "states", allocator="pageable")
+    tiny_models.assert_same_weights(on_ssd, expected)
 
 
 def test_what_is_kept_costs_what_it_should(offloaded: Callable[..., nn.Module]) -> None:
@@ -212,7 +214,7 @@ def scaled(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], l
     scaler = memascend.GradScaler(init_scale=2.0**12, growth_interval=2)
     norms = []
     for number in range(5):
-        loss = model(**tiny.batch("plain", number)).loss
+        loss = model(**tiny_models.batch("plain", number)).loss
         scaler.scale(loss * math.inf if number == 2 else loss).backward()
         scaler.unscale_(optimizer)
         norms.append(float(optimizer.clip_grad_norm_(1.0)))
@@ -224,15 +226,17 @@ def scaled(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], l
 
 @pytest.mark.parametrize("states", ["float32", "8bit"])
 def test_float16_weights(offloaded: Callable[..., nn.Module], tmp_path: Path, states: str) -> None:
-    expected, norms, reference = scaled(tiny.build("plain", torch.float16), states=states)
+    expected, norms, reference = scaled(tiny_models.build("plain", torch.float16), states=states)
     assert math.isnan(norms.pop(2))
     assert all(0.0 < norm < 100.0 for norm in norms), "unscaled before they are clipped"
-    ours, our_norms, optimizer = scaled(offloaded(tiny.build("plain", torch.float16)), states=states)
+    ours, our_norms, optimizer = scaled(offloaded(tiny_models.build("plain", torch.float16)), states=states)
     our_norms.pop(2)
     assert our_norms == norms
-    tiny.assert_same_weights(ours, expected)
+    tiny_models.assert_same_weights(ours, expected)
     on_ssd = {"store": tmp_path / "states", "allocator": "pageable"}
-    tiny.assert_same_weights(scaled(tiny.build("plain", torch.float16), states=states, **on_ssd)[0], expected)
+    tiny_models.assert_same_weights(
+        scaled(tiny_models.build("plain", torch.float16), states=states, **on_ssd)[0], expected
+    )
     for one, other in zip(
         optimizer.state_dict()["state"].values(), reference.state_dict()["state"].values(), strict=True
     ):
@@ -284,7 +288,7 @@ def test_a_run_goes_on_from_its_state_dict_as_if_nothing_had_happened(
             offloaded(model)
         optimizer = make(variant, model)
         optimizer.load_state_dict(saved)
-        tiny.assert_same_weights(steps(model, optimizer, range(2, 4)), expected)
+        tiny_models.assert_same_weights(steps(model, optimizer, range(2, 4)), expected)
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -335,9 +339,9 @@ def test_what_a_state_dict_does_not_have_begins_anew(offloaded: Callable[..., nn
         optimizer.load_state_dict(saved)
         return steps(model, optimizer, range(2, 4))
 
-    expected = run(tiny.build("plain", HALF))
-    tiny.assert_same_weights(run(offloaded(tiny.build("plain", HALF))), expected)
-    whole = tiny.build("plain", HALF)
+    expected = run(tiny_models.build("plain", HALF))
+    tiny_models.assert_same_weights(run(offloaded(tiny_models.build("plain", HALF))), expected)
+    whole = tiny_models.build("plain", HALF)
     assert not torch.equal(steps(whole, memascend.AdamW(whole.parameters(), lr=2e-3), range(4))["mix"], expected["mix"])
 
 
@@ -400,7 +404,7 @@ def test_hooks_and_copies() -> None:
 
 
 def test_what_is_on_ssd_is_not_copied(offloaded: Callable[..., nn.Module]) -> None:
-    model = offloaded(tiny.build("plain", HALF))
+    model = offloaded(tiny_models.build("plain", HALF))
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(memascend.AdamW(model.parameters()))
 
@@ -513,14 +517,14 @@ def test_states_cannot_change_their_format_on_the_way() -> None:
 
 @pytest.mark.parametrize("where", ["ssd", "memory"])
 def test_gradients_that_are_not_finite_follow_the_policy(offloaded: Callable[..., nn.Module], where: str) -> None:
-    model = tiny.build("plain", HALF)
+    model = tiny_models.build("plain", HALF)
     if where == "ssd":
         offloaded(model)
     optimizer = memascend.AdamW(model.parameters(), lr=2e-3, nonfinite="skip")
 
     def backward(factor: float) -> None:
         optimizer.zero_grad()
-        (model(**tiny.batch("plain", 0)).loss * factor).backward()
+        (model(**tiny_models.batch("plain", 0)).loss * factor).backward()
 
     backward(1.0)
     optimizer.step()
@@ -534,7 +538,7 @@ def test_gradients_that_are_not_finite_follow_the_policy(offloaded: Callable[...
     with pytest.raises(memascend.MemascendError, match=r"not finite.*nothing has changed"):
         optimizer.step()
     optimizer.zero_grad()
-    tiny.assert_same_weights(dict(memascend.parameters_of(model)), before)
+    tiny_models.assert_same_weights(dict(memascend.parameters_of(model)), before)
     assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1}
     backward(1.0)
     optimizer.step()

@@ -6,7 +6,7 @@ import copy
 import random
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_models
 import rank_programs
@@ -51,11 +51,11 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
     for result in results:
         assert "error" not in result, result
         losses |= result["losses"]
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     assert losses == expected["losses"] and len(losses) >= 2 * ranks
     before = dict(rank_runs.build(options.get("dtype", "float32"), kind="matrices").named_parameters())
-    moved = {name for name, value in expected["weights"].items() if not bits.same(value, before[name].detach())}
+    moved = {name for name, value in expected["weights"].items() if not bit_equality.same(value, before[name].detach())}
     assert {name for name in before if "experts" not in name} <= moved
 
 
@@ -83,8 +83,8 @@ def test_states_are_shown_and_loaded(tmp_path: Path) -> None:
     expected.go(4, 2)
     for result in rank_programs.run("save_projected", 2, tmp_path, steps=2, **options):
         assert "error" not in result, result
-        assert bits.difference(result["states"]["state"], states["state"]) is None
-        assert bits.difference(result["weights"], expected.result()["weights"]) is None
+        assert bit_equality.difference(result["states"]["state"], states["state"]) is None
+        assert bit_equality.difference(result["weights"], expected.result()["weights"]) is None
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 2), (4, 3)])
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int, tmp
     expected = rank_programs.in_one_process(batches, 4, **APOLLO)
     for result in rank_programs.run("resume", after, tmp_path, "again", **options):
         assert "error" not in result, result
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 @pytest.mark.parametrize("moment", ["commit", "meet", "gather"])
@@ -111,7 +111,7 @@ def test_a_run_goes_on_after_a_rank_was_lost(moment: str, tmp_path: Path) -> Non
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=4, kind="matrices"):
         assert "error" not in result, result
         assert result["steps"] in (1, 2)
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_killed_at_any_instant_all_go_on(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_killed_at_any_instant_all_go_on(tmp_path: Path) -> None:
         results = rank_programs.results_of(processes, tmp_path, name)
     for result in results:
         assert "error" not in result, result
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_ranks_with_other_options_are_told(tmp_path: Path) -> None:

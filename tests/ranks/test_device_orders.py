@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import bits
+import bit_equality
 import devices_of_ranks
 import pytest
 import rank_programs
@@ -64,4 +64,4 @@ def test_what_is_gathered_does_not_depend_on_what_devices_have_room_for(
         for result in results:
             if isinstance(result, dict):
                 assert result.pop("left", "") == "", result
-        assert bits.difference(results, expected * 2) is None, (memory, results)
+        assert bit_equality.difference(results, expected * 2) is None, (memory, results)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import bits
-import needs
+import bit_equality
 import pytest
 import rank_programs
+import requirements
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_ranks_are_micro_batches(case: str, tmp_path: Path, library: Path) -> None:
     options = dict(CASES[case])
     if options.get("kind") == "lora":
-        needs.package("peft")
+        requirements.package("peft")
     ranks = options.pop("ranks")
     results = rank_programs.run("on_device", ranks, tmp_path, doing="train", library=library, **options)
     training = {n: value for n, value in options.items() if n not in ("offloading", "computing", "settings", "opaque")}
@@ -78,6 +78,6 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path, library: Path) -> No
         # The detector takes other memory of the host for the device's.
         assert result["left"] == "" or "pageable" in options.get("computing", {}).values(), result["left"]
         losses |= result["losses"]
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     assert losses == expected["losses"] and len(losses) >= 2 * ranks

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import bits
-import needs
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
+import requirements
 
 import memascend
 
@@ -55,11 +55,11 @@ def test_ranks_are_micro_batches(case: str, tmp_path: Path) -> None:
     for result in results:
         assert "error" not in result, result
         losses |= result["losses"]
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     assert losses == expected["losses"] and len(losses) >= 2 * ranks
     before = dict(rank_runs.build(options.get("dtype", "float32")).named_parameters())
-    moved = [name for name, value in expected["weights"].items() if not bits.same(value, before[name].detach())]
+    moved = [name for name, value in expected["weights"].items() if not bit_equality.same(value, before[name].detach())]
     # Some experts had a batch of one rank alone, or none; the frozen layer stays.
     assert "embedding.weight" in moved and "frozen.weight" not in moved
     assert 0 < sum("experts" in name for name in moved) < 36
@@ -73,8 +73,8 @@ def test_layers_on_slices_and_tiles(cut: dict[str, int], tmp_path: Path) -> None
     expected = rank_runs.Run(model, 2, range(2)).go(2).result()
     for result in results:
         assert "error" not in result, result
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 @pytest.mark.parametrize("training", [{"states": "8bit"}, {"dtype": "bfloat16", "master": False}])
@@ -91,8 +91,8 @@ def test_three_ranks_are_one_process_that_divides_in_the_update(training: dict[s
     losses: dict[int, float] = {}
     for first, second in zip(begun, resumed, strict=True):
         losses |= first["losses"] | second["losses"]
-        assert bits.difference([*first["norms"], *second["norms"]], expected["norms"]) is None
-        assert bits.difference(second["weights"], expected["weights"]) is None
+        assert bit_equality.difference([*first["norms"], *second["norms"]], expected["norms"]) is None
+        assert bit_equality.difference(second["weights"], expected["weights"]) is None
     assert losses == expected["losses"]
 
 
@@ -102,14 +102,14 @@ def test_three_ranks_are_one_process_that_divides_in_the_update(training: dict[s
 @pytest.mark.parametrize("kind", ["t5", "lora"])
 def test_models_of_transformers(kind: str, ranks: int, tmp_path: Path) -> None:
     if kind == "lora":
-        needs.package("peft")
+        requirements.package("peft")
     expected = rank_programs.in_one_process(ranks, kind=kind)
     for result in rank_programs.run("train", ranks, tmp_path, kind=kind, offloading={"least": True}):
         assert "error" not in result, result
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     before = dict(rank_runs.build(kind=kind).named_parameters())
-    moved = {name for name, value in expected["weights"].items() if not bits.same(value, before[name].detach())}
+    moved = {name for name, value in expected["weights"].items() if not bit_equality.same(value, before[name].detach())}
     trained = {name for name, parameter in before.items() if parameter.requires_grad}
     assert moved == trained
     assert ("lora" in kind) == (trained != before.keys())
@@ -124,7 +124,7 @@ def test_a_group_of_one_rank_divides_nothing(tmp_path: Path) -> None:
     results = rank_programs.run("train_alone", 2, tmp_path)
     expected = rank_runs.Run(rank_runs.build(), 1, range(1)).go(2).result()
     for result in results:
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_an_overflow_on_one_rank_is_known_to_all(tmp_path: Path) -> None:

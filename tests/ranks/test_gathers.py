@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 
@@ -24,11 +24,11 @@ def test_what_is_gathered_does_not_depend_on_what_there_is_room_for(program: str
     expected = rank_programs.run(name, 1, tmp_path, "alone", least=False, **options)
     for least in (True, "first"):
         results = rank_programs.run(name, 2, tmp_path, str(least), least=least, **options)
-        assert bits.difference(results, expected * 2) is None, (least, results)
+        assert bit_equality.difference(results, expected * 2) is None, (least, results)
 
 
 def test_a_buffer_is_free_although_the_backend_refers_to_it(tmp_path: Path) -> None:
     expected = rank_programs.in_one_process(2)
     for result in rank_programs.run("hold_gathered", 2, tmp_path):
         assert "error" not in result, result
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None

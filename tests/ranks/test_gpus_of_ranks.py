@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
@@ -34,8 +34,8 @@ def test_ranks_are_micro_batches_of_one_process(device_memory: str, activations:
     for result in rank_programs.run("on_gpus", 2, tmp_path, doing="train", computing=computing, **training):
         assert "error" not in result, result
         losses |= result["losses"]
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     assert losses == expected["losses"]
 
 

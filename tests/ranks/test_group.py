@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
@@ -49,7 +49,7 @@ def test_a_killed_rank_ends_the_others_and_all_resume(moment: str, tmp_path: Pat
     for rank, result in enumerate(results):
         assert result["steps"] == 1
         assert result["losses"] == {n: expected["losses"][n] for n in range(2 + rank, 2 * STEPS, 2)}
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_states_of_8_bits_and_weights_without_masters_are_resumed(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_states_of_8_bits_and_weights_without_masters_are_resumed(tmp_path: Path
     expected = rank_programs.in_one_process(2, STEPS, **training)
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=STEPS, dtype="bfloat16"):
         assert result["steps"] == 2
-        assert bits.difference(result["norms"], expected["norms"][2:]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"][2:]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_an_error_on_one_rank_ends_the_others_at_once(tmp_path: Path) -> None:

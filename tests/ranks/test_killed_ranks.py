@@ -11,7 +11,7 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 
@@ -45,7 +45,7 @@ def test_every_resume_has_the_same_bits(ranks: int, tmp_path: Path) -> None:
         results = rank_programs.results_of(processes, tmp_path, name)
         if all(isinstance(result, dict) and "error" not in result for result in results):
             for result in results:
-                assert bits.difference(result["weights"], expected["weights"]) is None, seed
+                assert bit_equality.difference(result["weights"], expected["weights"]) is None, seed
             if last:
                 break
             # It ended before it was killed: the next begins anew, and is killed sooner.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bits
-import needs
+import bit_equality
 import pytest
+import requirements
 import torch
 
-needs.package("accelerate")
-needs.package("transformers")
+requirements.package("accelerate")
+requirements.package("transformers")
 
 import launched_programs  # noqa: E402
 import launching  # noqa: E402
@@ -48,7 +48,7 @@ def assert_same(results: list[Any], expected: dict[str, Any], folder: Path, left
         assert result["history"] == expected["history"]
         assert result["best"] == expected["best"] < launched_programs.STEPS
         assert result["directory"] == f"checkpoint-{expected['best']}" == expected["directory"]
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
         assert names <= set(result["tags"]) <= names.union(left) and result["tags"] == results[0]["tags"]
     assert not list(folder.glob("elsewhere/checkpoint-*")) and not (folder / "elsewhere" / "final").exists()
     directories = sorted(path.name for path in folder.glob("checkpoint-*"))
@@ -57,7 +57,7 @@ def assert_same(results: list[Any], expected: dict[str, Any], folder: Path, left
         assert read_names(folder / name) == {0: name}
         assert not list((folder / name).glob("*safetensors"))
     final = dict(LlamaForCausalLM.from_pretrained(folder / "final", dtype="auto").named_parameters())
-    assert bits.difference({name: value.detach() for name, value in final.items()}, expected["weights"]) is None
+    assert bit_equality.difference({name: value.detach() for name, value in final.items()}, expected["weights"]) is None
 
 
 def test_the_trainer_saves_and_goes_back_to_the_best(expected: dict[str, Any], tmp_path: Path) -> None:
@@ -107,5 +107,5 @@ def test_accelerates_states_are_saved_and_loaded(victim: int, tmp_path: Path) ->
         assert result["losses"] == first + expected["losses"][6:]
         assert result["rate"] == expected["rate"]
         for weights in (result["weights"], result["before"]["weights"]):
-            assert bits.difference(weights, expected["weights"]) is None
+            assert bit_equality.difference(weights, expected["weights"]) is None
         assert result["tags"] == 2 and result["directories"] == ["checkpoint_1", "checkpoint_2"]

@@ -12,20 +12,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import forked
 import launching
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 from commands import in_memory, words_of
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-psutil = needs.package("psutil")
+psutil = requirements.package("psutil")
 
-from memascend.command import main  # noqa: E402
+from memascend.cli import main  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +36,8 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny.llama_directory(tmp_path_factory.mktemp("model"), hidden=256, layers=1)
-    (model.parent / "eval.txt").write_text(tiny.TEXT[::-1])
+    model = tiny_models.llama_directory(tmp_path_factory.mktemp("model"), hidden=256, layers=1)
+    (model.parent / "eval.txt").write_text(tiny_models.TEXT[::-1])
     return model
 
 
@@ -76,7 +76,9 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same(out: Path, expected: Path) -> None:
-    assert bits.difference(load_file(out / "model.safetensors"), load_file(expected / "model.safetensors")) is None
+    assert (
+        bit_equality.difference(load_file(out / "model.safetensors"), load_file(expected / "model.safetensors")) is None
+    )
     assert records(out) == records(expected)
     assert {file.name for file in out.iterdir()} == {file.name for file in expected.iterdir()}
 
@@ -177,7 +179,7 @@ def test_a_step_is_left_out_for_the_loss_of_one_process(model_dir: Path, tmp_pat
         model.model.embed_tokens.weight[ord("Z")] = float("nan")
     model.save_pretrained(tmp_path / "model")
     text = tmp_path / "text.txt"
-    text.write_text(tiny.TEXT[:150] + "Z" + tiny.TEXT[150:400])
+    text.write_text(tiny_models.TEXT[:150] + "Z" + tiny_models.TEXT[150:400])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     options: dict[str, Any] = {"data": text, "on_nan": "skip", "schedule": "constant", "optimizer": "apollo"}

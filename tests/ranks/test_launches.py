@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import launching
-import needs
 import pytest
+import requirements
 
-needs.package("accelerate")
-needs.package("transformers")
+requirements.package("accelerate")
+requirements.package("transformers")
 
 import launched_programs  # noqa: E402
 
@@ -41,7 +41,7 @@ def test_accelerates_loop_over_processes(launcher: str, ranks: int, accumulate: 
         assert result["losses"] == expected["losses"]
         assert result["norms"] == expected["norms"]
         assert result["rate"] == expected["rate"]
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_what_accelerate_refuses_over_processes(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_trainer_over_processes(launcher: str, ranks: int, accumulate: int, 
     for result in results:
         assert result["history"] == expected["history"]
         assert result["evaluated"] == expected["evaluated"]
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
         assert not result["wrapped"]
     assert {path.name for path in tmp_path.glob("metrics*")} == {"metrics.jsonl", "metrics.1.jsonl"}
     figures = read_run(tmp_path / "metrics.jsonl").of_ranks()
@@ -77,7 +77,7 @@ def test_the_trainer_goes_on_over_processes(tmp_path: Path) -> None:
     expected = launched_programs.trainer_in_one_process(tmp_path / "one", 2, 1)
     for result in results:
         assert result["history"] == expected["history"]
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_what_the_trainer_refuses_over_processes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import copy
 import shutil
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
@@ -32,10 +32,10 @@ def loaded_alone(folder: Path, dtype: str, states: str = "float32") -> dict[str,
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert "error" not in result, result
-    assert bits.difference(result["states"]["state"], expected["states"]["state"]) is None
+    assert bit_equality.difference(result["states"]["state"], expected["states"]["state"]) is None
     assert result["states"]["param_groups"] == expected["states"]["param_groups"]
     assert result["losses"].items() <= expected["losses"].items() and result["norms"] == expected["norms"]
-    assert bits.difference(result["weights"], expected["weights"]) is None
+    assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 @pytest.mark.parametrize(("dtype", "states"), [("float32", "float32"), ("bfloat16", "8bit")])
@@ -78,6 +78,6 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "is missing" in first["missing"] and "is missing" in second["missing"]
     for told in (first, second):
         assert "rank 1 has other weights in its" in told["other"] and told["unchanged"]
-        assert bits.difference(told["loaded"]["weights"], expected["weights"]) is None
+        assert bit_equality.difference(told["loaded"]["weights"], expected["weights"]) is None
     assert "rank 1 could not load the weights of a checkpoint: cannot read model." in first["damaged"]
     assert "cannot read model." in second["damaged"]

@@ -8,14 +8,14 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
 
 import memascend
-from memascend.offloading.locations import locations_of
-from memascend.runs import common_step
+from memascend.ranks.locations import locations_of
+from memascend.recovery import common_generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,10 +71,10 @@ def test_ranks_of_several_volumes_train_and_go_back(tmp_path: Path) -> None:
     for result in rank_programs.run("go_back", 2, tmp_path, store=stores):
         assert "error" not in result, result
         for run in ("first", "again"):
-            assert bits.difference(result[run]["weights"], expected["weights"]) is None
+            assert bit_equality.difference(result[run]["weights"], expected["weights"]) is None
     for result in rank_programs.run("resume", 2, tmp_path, "to two", steps=3, tag="two", store=stores):
         assert result["steps"] == 2
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     # For other ranks, each with one place or two.
     new = [str(tmp_path / "n0"), [str(tmp_path / "n1"), str(tmp_path / "m1")]]
     assert memascend.reshard(stores, new, ranks=2) == 3
@@ -87,7 +87,7 @@ def test_ranks_of_several_volumes_train_and_go_back(tmp_path: Path) -> None:
     with pytest.raises(memascend.MemascendError, match="entries for 1 ranks"):
         memascend.reshard(stores, [tmp_path / "x"], ranks=2)
     for result in rank_programs.run("resume", 2, tmp_path, "resharded", steps=3, store=new):
-        assert bits.difference(result["before"], expected["weights"]) is None
+        assert bit_equality.difference(result["before"], expected["weights"]) is None
 
 
 def test_a_rank_of_several_volumes_goes_back_to_what_the_others_have(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_rank_of_several_volumes_goes_back_to_what_the_others_have(tmp_path: P
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=3, store=[[b] for _, b in stores]):
         assert "error" not in result, result
         assert result["steps"] == 1
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 # ---- the generation before, of a store of two volumes --------------------------------------------------------
@@ -118,7 +118,7 @@ def volumes(tmp_path: Path) -> list[Path]:
 
 
 def steps_in(volumes: list[Path]) -> list[int]:
-    told = common_step._look(volumes)
+    told = common_generation._look(volumes)
     assert "error" not in told, told
     return [steps for _, steps, _ in told["generations"]]
 
@@ -130,18 +130,18 @@ def files_of(volumes: list[Path]) -> dict[str, str]:
 
 def cut_short(volume: Path) -> None:
     """Leave a volume as where the next manifest was being written when the process was killed."""
-    before = volume / common_step.BEFORE
+    before = volume / common_generation.BEFORE
     before.write_bytes(before.read_bytes()[:100])
 
 
 def not_yet(volume: Path) -> None:
     """Leave a volume as where the process was killed when only the other volume had the newest manifest."""
-    os.replace(volume / common_step.BEFORE, volume / common_step.MANIFEST)
+    os.replace(volume / common_generation.BEFORE, volume / common_generation.MANIFEST)
 
 
 def tried_twice(volume: Path) -> None:
     """Leave a volume as where the commit of a generation has failed on the other one, and was tried again."""
-    (volume / common_step.BEFORE).write_bytes((volume / common_step.MANIFEST).read_bytes())
+    (volume / common_generation.BEFORE).write_bytes((volume / common_generation.MANIFEST).read_bytes())
 
 
 def nothing(_: Path) -> None:
@@ -158,10 +158,10 @@ def test_the_step_before_is_found_on_any_volume(which: int, state: Callable[[Pat
     assert steps_in(volumes) == [newest, before] and files_of(volumes) == files
     assert steps_in(volumes[which:][:1]) == [newest, before]
     # It is gone back to, and the newest is not found again by any volume.
-    generation = common_step._look(volumes)["generations"][1][0]
+    generation = common_generation._look(volumes)["generations"][1][0]
     for volume in volumes:
-        if common_step._number(volume / common_step.MANIFEST) > generation:
-            common_step._give_up(volume, generation)
+        if common_generation._number(volume / common_generation.MANIFEST) > generation:
+            common_generation._give_up(volume, generation)
     assert steps_in(volumes)[0] == before
 
 

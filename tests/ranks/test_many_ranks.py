@@ -22,13 +22,13 @@ import simulated_ranks
 import torch
 from simulated_ranks import Fault, Group, Lost, Simulation
 
-from memascend.durable.generations import Generations
-from memascend.durable.moment import Moment
+from memascend.durability.commits import CommitLog
+from memascend.durability.step_snapshot import StepSnapshot
 from memascend.errors import CheckpointError, RankError
 from memascend.ranks import group
 from memascend.ranks.group import GRACE_SECONDS, Ranks
 from memascend.ranks.membership import Membership
-from memascend.runs import common_step
+from memascend.recovery import common_generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,10 +71,10 @@ class Slow:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "dist", simulated_ranks.Transport)
     monkeypatch.setattr(group, "_made", simulated_ranks.Uncounted())
-    monkeypatch.setattr(common_step, "os", Slow())
-    monkeypatch.setattr(common_step, "_open", lambda directories: Opened(*directories))
-    monkeypatch.setattr(common_step, "manifest_in", manifest_in)
-    monkeypatch.setattr(common_step, "_described", described)
+    monkeypatch.setattr(common_generation, "os", Slow())
+    monkeypatch.setattr(common_generation, "_open", lambda directories: Opened(*directories))
+    monkeypatch.setattr(common_generation, "manifest_in", manifest_in)
+    monkeypatch.setattr(common_generation, "_described", described)
 
 
 def each_seed(count: int, scenario: Callable[[int], int]) -> int:
@@ -95,7 +95,7 @@ def each_seed(count: int, scenario: Callable[[int], int]) -> int:
 def read(directory: Path) -> tuple[int, dict[str, Any]]:
     """Return the generation that a store has by its manifest, and the record there."""
     try:
-        manifest = json.loads((directory / common_step.MANIFEST).read_text())
+        manifest = json.loads((directory / common_generation.MANIFEST).read_text())
     except (ValueError, FileNotFoundError) as error:
         raise CheckpointError(f"no manifest: {error}") from error
     return manifest["generation"], manifest
@@ -116,7 +116,7 @@ class Opened:
 
 
 def manifest_in(file: Path, **_: Any) -> dict[str, Any] | None:
-    """Read a manifest as `memascend.runs.live.manifest_in` does; None where it is not whole."""
+    """Read a manifest as `memascend.recovery.running_store.manifest_in` does; None where it is not whole."""
     try:
         return {"current": {"number": json.loads(file.read_text())["generation"]}}
     except (ValueError, FileNotFoundError):
@@ -124,7 +124,7 @@ def manifest_in(file: Path, **_: Any) -> dict[str, Any] | None:
 
 
 def described(opened: Opened, _: Any) -> tuple[tuple[int, int, list[str]], dict[str, Any]]:
-    """Describe a store as `common_step._described` does, without checkpoints."""
+    """Describe a store as `common_generation._described` does, without checkpoints."""
     return (opened.generation, opened.manifest["steps"], []), opened.manifest["ranks"]
 
 
@@ -141,7 +141,7 @@ class Drive:
     def whole(self) -> set[int]:
         """Return the generations whose manifests and tensors are all there."""
         found = set()
-        for name in (common_step.MANIFEST, common_step.BEFORE, common_step._ASIDE):
+        for name in (common_generation.MANIFEST, common_generation.BEFORE, common_generation._ASIDE):
             try:
                 manifest = json.loads((self.directory / name).read_text())
             except (ValueError, FileNotFoundError):
@@ -189,7 +189,7 @@ class Store:
         self.generation, self.steps = 0, 0
         self.slots = dict.fromkeys(UNITS, 0)
         self.durable: dict[str, int] = {}
-        if (self.drive.directory / common_step.MANIFEST).exists():
+        if (self.drive.directory / common_generation.MANIFEST).exists():
             self.generation, manifest = read(self.drive.directory)
             self.slots, self.durable, self.steps = dict(manifest["slots"]), dict(manifest["slots"]), manifest["steps"]
 
@@ -216,7 +216,7 @@ class Store:
 
     def _parts(self, text: str, generation: int, slots: dict[str, int]) -> Iterator[None]:
         directory = self.drive.directory
-        before, newest = directory / common_step.BEFORE, directory / common_step.MANIFEST
+        before, newest = directory / common_generation.BEFORE, directory / common_generation.MANIFEST
         current[-1].instant()
         before.write_text(text[: len(text) // 2])
         current[-1].instant()
@@ -262,11 +262,11 @@ class Streamer:
         pass
 
 
-class SmallGenerations(Generations):
+class SmallGenerations(CommitLog):
     """Real generations, with records that say no more than the step."""
 
-    def _take_moment(self) -> Moment:
-        return Moment(random={}, data=None, buffers=None)
+    def _take_snapshot(self) -> StepSnapshot:
+        return StepSnapshot(random={}, data=None, buffers=None)
 
     def _record(self) -> str:
         return json.dumps({"steps": self.steps, "ranks": self._session.membership.described})
@@ -306,11 +306,11 @@ def gather(ranks: Ranks, unit: str, step: int) -> None:
 def exchange(ranks: Ranks, unit: str, step: int) -> None:
     """Exchange gradients: each rank sends some bytes to the three behind it."""
     action = f"exchange the gradients of {unit}"
-    ranks.collect(action, torch.tensor([ranks.rank, step]))
+    ranks.all_gather(action, torch.tensor([ranks.rank, step]))
     counts, wanted = [0] * ranks.size, [0] * ranks.size
     for distance in (1, 2, 3):
         counts[(ranks.rank + distance) % ranks.size] = wanted[(ranks.rank - distance) % ranks.size] = distance
-    received = ranks.exchange(action, torch.full((6,), ranks.rank % 100, dtype=torch.uint8), counts, wanted)
+    received = ranks.all_to_all(action, torch.full((6,), ranks.rank % 100, dtype=torch.uint8), counts, wanted)
     if received.tolist() != [rank % 100 for rank, count in enumerate(wanted) for _ in range(count)]:
         raise Fault(f"rank {ranks.rank} has received other gradients for {unit}")
 
@@ -319,7 +319,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
     """Train until a step, from the step that all ranks have."""
     drive = world.drives[ranks.rank]
     if resumes:
-        common_step.go_to_common_step([drive.directory], ranks)
+        common_generation.go_to_common_step([drive.directory], ranks)
         drive.newest, manifest = read(drive.directory)
         if any(drive.slots[unit][slot] != manifest["steps"] for unit, slot in manifest["slots"].items()):
             raise Fault(f"rank {ranks.rank} goes on from generation {drive.newest}, which is not whole")
@@ -339,7 +339,7 @@ def go(world: World, ranks: Ranks, steps: int, resumes: bool) -> None:
         generations.start()
         for unit in reversed(UNITS):
             exchange(ranks, unit, step)
-        generations.settle(optimizer)
+        generations.wait_committed(optimizer)
         world.reached = max(world.reached, store.generation)
         streamer.updates = dict.fromkeys(UNITS, step + 1)
         generations.stepped(optimizer)
@@ -378,7 +378,7 @@ def lose(seed: int, size: int, folder: Path) -> int:
     first, losses = RUNS[size]
     world, resumed, steps = World(size, folder / str(seed)), 0, first
     for attempt in range(losses + 1):
-        resumes = all((drive.directory / common_step.MANIFEST).exists() for drive in world.drives)
+        resumes = all((drive.directory / common_generation.MANIFEST).exists() for drive in world.drives)
         if resumes:
             resumed += 1
         else:
@@ -482,15 +482,15 @@ def _leave_out(*_: Any) -> None:
 
 
 def _take_own(_: Path, ranks: Ranks) -> None:
-    ranks.meet("resume")
+    ranks.barrier("resume")
 
 
 @pytest.mark.parametrize(
     ("place", "name", "instead"),
     [
-        (Generations, "_meet_ranks", _leave_out),
-        (common_step, "_read_before", _leave_out),
-        (common_step, "go_to_common_step", _take_own),
+        (CommitLog, "_meet_ranks", _leave_out),
+        (common_generation, "_read_before", _leave_out),
+        (common_generation, "go_to_common_step", _take_own),
         (Ranks, "meet", _leave_out),
     ],
 )

@@ -10,7 +10,7 @@ from test_planned_ranks import MODELS
 from traffic import saved
 
 from memascend.forecast.forecast import Gpu, forecast
-from memascend.machine.gpu import Rate
+from memascend.hardware.gpu import Rate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ import rank_programs
 from traffic import EXPERTS, TIED, assert_measured, saved
 from transformers import LlamaConfig
 
-from memascend.command import main
+from memascend.cli import main
 from memascend.forecast.forecast import Gpu, forecast
-from memascend.machine.gpu import Rate
+from memascend.hardware.gpu import Rate
 
 LLAMA_8B = Path(__file__).parents[2] / "benches" / "configs" / "llama-3.1-8b.json"
 MODELS = {

@@ -6,7 +6,7 @@ import math
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
@@ -42,8 +42,8 @@ def test_every_element_is_read_by_one_rank(kind: str, dtype: str, ranks: int, tm
     expected = rank_runs.Run(loaded, ranks, range(ranks)).go(2).result()
     for result in results:
         assert "error" not in result, result
-        assert bits.difference(result["norms"], expected["norms"]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     nbytes, compared = bytes_in(directory)
     assert sum(result["bytes_read"] for result in results) == nbytes + ranks * compared
     if kind == "llama":  # Tensors of a block are rank 0's, as all of the T5's are.
@@ -57,8 +57,8 @@ def test_tensors_that_are_merged_and_a_resume(tmp_path: Path) -> None:
     expected = rank_programs.in_one_process(2, kind="mixtral")
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=2, described=True):
         assert "error" not in result, result
-        assert bits.difference(result["norms"], expected["norms"][1:]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"][1:]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_directories_of_other_weights_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import forked
 import pytest
 import rank_programs
@@ -16,9 +16,9 @@ import torch
 
 import memascend
 from memascend._memascend import GRADIENT_BLOCK, ClosedStore
-from memascend.command.main import main
+from memascend.cli.main import main
 from memascend.layout import tables
-from memascend.runs import reshard as resharding
+from memascend.recovery import reshard as resharding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,8 +63,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     for result in results:
         assert "error" not in result, result
         assert result["steps"] == 2
-        assert bits.difference(result["before"], expected[dtype, 2]["weights"]) is None
-        assert bits.difference(result["weights"], expected[dtype, steps]["weights"]) is None
+        assert bit_equality.difference(result["before"], expected[dtype, 2]["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected[dtype, steps]["weights"]) is None
         losses |= result["losses"]
     later = {number: loss for number, loss in expected[dtype, steps]["losses"].items() if number >= 2 * BATCHES}
     assert losses == later
@@ -77,7 +77,7 @@ def test_the_step_that_all_ranks_have_is_taken(tmp_path: Path) -> None:
     assert memascend.reshard(tmp_path / "store{rank}", tmp_path / "new{rank}", ranks=1) == 1
     assert {name: digest for name, digest in files_of(tmp_path).items() if name in files} == files
     (result,) = rank_programs.run("resume", 1, tmp_path, "again", steps=2, micro=2, name="new")
-    assert bits.difference(result["weights"], rank_programs.in_one_process(2, 2)["weights"]) is None
+    assert bit_equality.difference(result["weights"], rank_programs.in_one_process(2, 2)["weights"]) is None
     for result in rank_programs.run("resume", 2, tmp_path, "as before", steps=2):
         assert result["steps"] == 1
 
@@ -141,7 +141,7 @@ def test_an_interrupted_one_leaves_nothing_to_resume(tmp_path: Path, monkeypatch
     assert files_of(tmp_path, "new") == {}
     program = (
         "import os, sys, memascend\n"
-        "from memascend.runs.reshard import _Copied\n"
+        "from memascend.recovery.reshard import _Copied\n"
         "write = _Copied.write\n"
         "_Copied.write = lambda self, target, rank, *rest: os._exit(7) if rank else write(self, target, rank, *rest)\n"
         "memascend.reshard(sys.argv[1], sys.argv[2], ranks=2)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 
@@ -42,8 +42,8 @@ def test_a_killed_rank_ends_the_others_and_all_resume(moment: str, tmp_path: Pat
         assert "error" not in result, result
         assert result["steps"] == 1 and result["left"] == "", result["left"]
         assert result["losses"] == {n: expected["losses"][n] for n in range(2 + rank, 8, 2)}
-        assert bits.difference(result["norms"], expected["norms"][1:]) is None
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["norms"], expected["norms"][1:]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_a_run_of_cpus_goes_on_on_devices(tmp_path: Path, library: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_run_of_cpus_goes_on_on_devices(tmp_path: Path, library: Path) -> None
     for result in rank_programs.run("on_device", 2, tmp_path, "again", doing="resume", library=library, steps=2):
         assert "error" not in result, result
         assert result["steps"] == 1 and result["left"] == "", result["left"]
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
 
 
 def test_a_loss_in_pieces_of_one_process_has_other_bits_than_ranks(
@@ -73,7 +73,7 @@ def test_checkpoints_are_gone_back_to_on_devices(tmp_path: Path, library: Path) 
         assert "error" not in result, result
         assert result["steps"] == 1 and result["left"] == "", result["left"]
         for run in ("first", "again"):
-            assert bits.difference(result[run]["weights"], expected["weights"]) is None
+            assert bit_equality.difference(result[run]["weights"], expected["weights"]) is None
 
 
 def test_an_overflow_on_one_device_is_known_to_all(tmp_path: Path, library: Path) -> None:

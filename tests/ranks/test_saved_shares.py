@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 import rank_runs
@@ -46,7 +46,7 @@ def test_the_files_are_those_of_one_process(least: bool, tmp_path: Path) -> None
         assert "exists: give another directory" in exists and "No space left on device" in full
         told = "OutputError: rank 0 could not save the model: "
         assert not rank or (exists.startswith(told) and full.startswith(told))
-        assert bits.difference(result["weights"], expected["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected["weights"]) is None
     assert not [file for file in (tmp_path / "full").iterdir() if file.suffix == ".tmp"]
 
 
@@ -58,14 +58,14 @@ def test_states_are_saved_and_loaded(dtype: str, tmp_path: Path) -> None:
     expected.go(3, 2)
     for result in rank_programs.run("save_states", 2, tmp_path, dtype=dtype):
         assert "error" not in result, result
-        assert bits.difference(result["states"]["state"], states["state"]) is None
+        assert bit_equality.difference(result["states"]["state"], states["state"]) is None
         assert result["states"]["param_groups"] == states["param_groups"]
-        assert bits.difference(result["weights"], expected.result()["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected.result()["weights"]) is None
     saved, alone = (DistributedReader(tmp_path / name) for name in ("saved", "expected"))
     assert saved.entries.keys() == alone.entries.keys()
     tensors = {key: (saved.read(key), alone.read(key)) for key in alone.entries}
     assert any(key.startswith("optim.state.") for key in tensors)
-    assert [key for key, (one, other) in tensors.items() if bits.difference(one, other) is not None] == []
+    assert [key for key, (one, other) in tensors.items() if bit_equality.difference(one, other) is not None] == []
 
 
 def test_adapters_are_saved_once(tmp_path: Path) -> None:

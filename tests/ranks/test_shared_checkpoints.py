@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 
 from memascend._memascend import ClosedStore
-from memascend.command.main import main
+from memascend.cli.main import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,11 +31,11 @@ def test_ranks_go_back_together(tmp_path: Path, expected: dict[int, Any]) -> Non
         assert "error" not in result, result
         assert result["steps"] == 1 and result["tags"] == ["two", "three", "four"]
         for run in ("first", "again"):
-            assert bits.difference(result[run]["weights"], expected[3]["weights"]) is None
+            assert bit_equality.difference(result[run]["weights"], expected[3]["weights"]) is None
     for tag, steps in (("two", 2), (None, 3)):
         for result in rank_programs.run("resume", 2, tmp_path, f"to {tag}", steps=3, tag=tag):
             assert result["steps"] == steps and result["tags"] == ["two", "three"]
-            assert bits.difference(result["weights"], expected[3]["weights"]) is None
+            assert bit_equality.difference(result["weights"], expected[3]["weights"]) is None
     for result in rank_programs.run("resume", 2, tmp_path, "to one", steps=3, tag="one"):
         assert "have no checkpoint one together, but ['three', 'two']" in result["error"]
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_one_rank_refuses_is_kept_on_none(tmp_path: Path, expe
     assert "could not be kept on every rank: rank 1: " in first["told"] and first["left"] == ["one"]
     assert "two" in second["told"]
     for result in (first, second):
-        assert bits.difference(result["weights"], expected[2]["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected[2]["weights"]) is None
     # Checkpoints that rank 1 alone had are gone once the run is resumed.
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=2):
         assert result["tags"] == ["one"]
@@ -59,7 +59,7 @@ def test_a_rank_is_killed_before_it_has_the_checkpoint(tmp_path: Path, expected:
         assert "have no checkpoint two together, but ['one']" in result["error"]
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=2):
         assert result["steps"] == 1 and result["tags"] == ["one"]
-        assert bits.difference(result["weights"], expected[2]["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected[2]["weights"]) is None
 
 
 def test_a_deletion_leaves_the_step_before(tmp_path: Path, expected: dict[int, Any]) -> None:
@@ -67,7 +67,7 @@ def test_a_deletion_leaves_the_step_before(tmp_path: Path, expected: dict[int, A
     assert killed == -9 and "RankError: rank 1 does not answer" in first["error"]
     for result in rank_programs.run("resume", 2, tmp_path, "again", steps=2):
         assert result["steps"] == 1 and result["tags"] == ["one"]
-        assert bits.difference(result["weights"], expected[2]["weights"]) is None
+        assert bit_equality.difference(result["weights"], expected[2]["weights"]) is None
 
 
 def test_stores_that_were_set_back_apart_are_not_gone_on_with(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import bits
+import bit_equality
 import pytest
 import rank_programs
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def test_with_the_least_memory_the_last_layers_buffer_serves_others(width: int, tmp_path: Path) -> None:
     (whole,) = rank_programs.run("flush_each_step", 1, tmp_path, "whole", width=width)
     for weights in rank_programs.run("flush_each_step", 2, tmp_path, width=width):
-        assert bits.difference(weights, whole) is None
+        assert bit_equality.difference(weights, whole) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nn.Module]]:
     """Offload a model with the device as the place where it computes; each call has a store of its own."""
     # Inputs of every layer are kept, however small.
-    monkeypatch.setattr("memascend.offloading.activations.STASH_FROM_BYTES", 1)
+    monkeypatch.setattr("memascend.autograd.recompute.STASH_FROM_BYTES", 1)
     models: list[nn.Module] = []
 
     def offload(model: nn.Module, **options: Any) -> nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+import tiny_models
 import torch
 from fake_cuda import Fake
 
@@ -39,7 +39,7 @@ class Result:
 
 def batch(architecture: str, number: int) -> dict[str, torch.Tensor]:
     """Return batch `number` of `tiny`, on the device."""
-    return {name: ids.cuda() for name, ids in tiny.batch(architecture, number).items()}
+    return {name: ids.cuda() for name, ids in tiny_models.batch(architecture, number).items()}
 
 
 def train(
@@ -83,7 +83,7 @@ def assert_same(actual: Result, expected: Result) -> None:
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(one, other), f"{kind}[{number}]: {one.item()} is not {other.item()}"
             assert torch.isfinite(one).all(), f"{kind}[{number}] is not finite"
-    tiny.assert_same_weights(actual.weights, expected.weights)
+    tiny_models.assert_same_weights(actual.weights, expected.weights)
 
 
 def runtime() -> Fake:

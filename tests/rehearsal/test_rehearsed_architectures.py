@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
-import tiny
+import tiny_models
 from rehearsed_runs import Result, assert_same, train
 
 import memascend
@@ -24,20 +24,20 @@ ARCHITECTURES = ("llama", "qwen3", "gpt2", "t5_dropout", "mixtral", "gemma", "pl
 @cache
 def resident(architecture: str) -> Result:
     """Return the results of the model that stays on the device."""
-    return train(tiny.build(architecture).cuda(), architecture, accumulate=2)
+    return train(tiny_models.build(architecture).cuda(), architecture, accumulate=2)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "host", "ssd"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_training(on_device: Callable[..., nn.Module], architecture: str, activations: str) -> None:
     expected = resident(architecture)
-    model = on_device(tiny.build(architecture), activations=activations)
+    model = on_device(tiny_models.build(architecture), activations=activations)
     assert_same(train(model, architecture, accumulate=2), expected)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
 def test_training_without_recomputation(on_device: Callable[..., nn.Module], architecture: str) -> None:
-    model = on_device(tiny.build(architecture), recompute=False)
+    model = on_device(tiny_models.build(architecture), recompute=False)
     assert_same(train(model, architecture, accumulate=2), resident(architecture))
 
 
@@ -53,12 +53,12 @@ def test_training_without_recomputation(on_device: Callable[..., nn.Module], arc
 def test_on_tiles_and_slices(
     on_device: Callable[..., nn.Module], architecture: str, cut: dict[str, int], activations: str
 ) -> None:
-    in_memory = tiny.build(architecture).cuda()
+    in_memory = tiny_models.build(architecture).cuda()
     if "tile_tokens" in cut:
         memascend.run_in_tiles(in_memory, cut["tile_tokens"])
     if "micro_batch_size" in cut:
         memascend.run_in_slices(in_memory, cut["micro_batch_size"])
     expected = train(in_memory, architecture, accumulate=2)
-    model = on_device(tiny.build(architecture), activations=activations, batch_tokens=(2, 16), **cut)
+    model = on_device(tiny_models.build(architecture), activations=activations, batch_tokens=(2, 16), **cut)
     assert_same(train(model, architecture, accumulate=2), expected)
     assert not [notice for notice in memascend.stats(model)["notices"] if "tile_tokens" in notice], "whole after all"

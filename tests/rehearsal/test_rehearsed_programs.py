@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import needs
 import pytest
-import tiny
+import requirements
+import tiny_models
 import torch
 import trainer_runs
 from rehearsed_runs import BUDGETS, Result, assert_same, batch, train
@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def llama() -> nn.Module:
-    return tiny.build("llama")
+    return tiny_models.build("llama")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_of_peft(on_device: Offload) -> None:
-    peft = needs.package("peft")
+    peft = requirements.package("peft")
 
     def adapted() -> nn.Module:
         torch.manual_seed(3)
@@ -112,8 +112,8 @@ def test_saving(on_device: Offload, tmp_path: Path) -> None:
     weights = train(model, "llama").weights
     memascend.save_pretrained(model, tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
-    tiny.assert_same_weights(dict(saved.named_parameters()), weights)
-    tiny.assert_same_weights({name: model.state_dict()[name].cpu() for name in weights}, weights)
+    tiny_models.assert_same_weights(dict(saved.named_parameters()), weights)
+    tiny_models.assert_same_weights({name: model.state_dict()[name].cpu() for name in weights}, weights)
 
 
 def test_weights_written_and_gradients_read_between_passes(on_device: Offload) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import rehearsed_runs
-import tiny
+import tiny_models
 import torch
 from rehearsed_runs import Result, assert_same, batch, train
 from torch import nn
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.rehearsal
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    return tiny.build("llama", dtype)
+    return tiny_models.build("llama", dtype)
 
 
 def test_fp16_with_scaled_losses(on_device: Offload) -> None:
@@ -115,7 +115,7 @@ def test_a_budget_that_follows_the_machine(on_device: Offload) -> None:
 def test_checkpointing_by_transformers(on_device: Offload) -> None:
     expected = train(llama().cuda(), "llama")
     model = on_device(llama())
-    tiny.enable_checkpointing(model)
+    tiny_models.enable_checkpointing(model)
     assert_same(train(model, "llama"), expected)
 
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import needs
 import pytest
+import requirements
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -26,7 +26,7 @@ def test_scenarios_run_on_the_stand_in() -> None:
     built = subprocess.run([HERE / "build.sh", sys.executable, out], capture_output=True, text=True)
     if built.returncode == 3:
         if "is not installed" in built.stderr:
-            needs.unmet("compiler", built.stderr.strip())
+            requirements.unmet("compiler", built.stderr.strip())
         pytest.skip(built.stderr.strip())
     assert built.returncode == 0, built.stderr
     command = [out / "run.sh", sys.executable, "-P", "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]

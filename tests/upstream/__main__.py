@@ -3,7 +3,7 @@
     python tests/upstream --transformers CHECKOUT --trl CHECKOUT --peft CHECKOUT --accelerate CHECKOUT --json out.json
 
 A checkout is one of the library's repository, near the version that is installed; nothing is fetched. Files that the
-tests take from the hub are made here (`stand_ins.py`; TRL's data sets by TRL's scripts, so PEFT's and TRL's tests need
+tests take from the hub are made here (`proxies.py`; TRL's data sets by TRL's scripts, so PEFT's and TRL's tests need
 --trl). Every test of `suites.py` is run with ours, failures are run again as they are, and counted as
 
 - passed: with ours, too;

@@ -18,7 +18,7 @@ from memascend.integrations import transformers as ours_for_transformers
 from memascend.integrations import trl as ours_for_trl
 from memascend.integrations.named_checkpoints import MANIFEST
 from memascend.integrations.transformers import TrainerMixin
-from memascend.offloading.api import find_offload
+from memascend.session.api import find_offload
 
 HOST_MEMORY = "64MiB"
 #: The models that a test has offloaded, each with its store. Tests read parameters of models that they have dropped.

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import memascend
 from memascend.errors import MemascendError
-from memascend.vocabulary import pieces
+from memascend.vocabulary import chunked_loss
 from memascend.vocabulary.gradient import TableGradient
 
 TOKENS, WIDTH, ROWS, BLOCK = 45, 16, 203, 24
@@ -36,8 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 10 * BLOCK)
-    monkeypatch.setattr(pieces, "PRODUCT_ELEMENTS", 20 * BLOCK)
+    monkeypatch.setattr(chunked_loss, "PIECE_ELEMENTS", 10 * BLOCK)
+    monkeypatch.setattr(chunked_loss, "PRODUCT_ELEMENTS", 20 * BLOCK)
 
 
 def whole_loss(

@@ -66,7 +66,7 @@ impl Runtime {
     /// keeps one copy of each tensor, without a second one for the next generation. `replace` deletes
     /// the store of an earlier run that is in the way of a new one.
     ///
-    /// `arena` is a `memascend.plan.arena.Arena`, and `tuning` has the names of
+    /// `arena` is a `memascend.memory_plan.arena.Arena`, and `tuning` has the names of
     /// `memascend.options.Tuning`. With `device`, the number of a CUDA device, the arena is memory
     /// that the device copies from and to directly, unless another `allocator` is named. If a
     /// number of the arena has a maximum, the allocator is not `cuda`.

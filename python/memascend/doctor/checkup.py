@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from memascend.doctor.findings import Finding
-    from memascend.machine.drives import Location
+    from memascend.hardware.drives import Location
 
 
 def check(

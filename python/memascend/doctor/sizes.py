@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from memascend.common.sizes import format_decimal, format_size
 from memascend.doctor.findings import Finding, note, ok
-from memascend.machine import limits
+from memascend.hardware import memory_limits
 
 if TYPE_CHECKING:
-    from memascend.machine.drives import Location
+    from memascend.hardware.drives import Location
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ NEEDS = {name: dict(zip(KINDS, (Needs(*numbers) for numbers in kinds), strict=Tr
 
 def sizes(stores: Sequence[Location]) -> Finding:
     """Return a line on the largest model that fits, for each kind of training."""
-    memory = limits.available_memory()[0]
+    memory = memory_limits.available_memory()[0]
     folders = {os.stat(path).st_dev: path for path in stores if os.path.isdir(path)}
     ssd = sum(shutil.disk_usage(path).free for path in folders.values()) if folders else None
     found = {kind: _largest(kind, memory, ssd) for kind in KINDS}

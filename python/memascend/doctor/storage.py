@@ -13,7 +13,7 @@ from memascend._memascend import Volume
 from memascend.common.sizes import format_size
 from memascend.doctor.findings import Finding, note, ok, problem
 from memascend.errors import MemascendError
-from memascend.machine import drives
+from memascend.hardware import drives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,8 +13,8 @@ from memascend._memascend import FileEngine, HostBuffer, instruction_set
 from memascend.common.sizes import format_size
 from memascend.doctor.findings import Finding, note, ok, problem
 from memascend.errors import MemascendError
-from memascend.machine import limits, products, threads, waits
-from memascend.machine.processors import processors
+from memascend.hardware import matmul_rates, memory_limits, threads, waits
+from memascend.hardware.processors import processors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,8 +90,8 @@ def _locked_memory() -> Finding:
 
 
 def _memory() -> Finding:
-    left, why = limits.available_memory()
-    text = f"{format_size(limits.total_memory())}, of which a process can have {format_size(left)} ({why})"
+    left, why = memory_limits.available_memory()
+    text = f"{format_size(memory_limits.total_memory())}, of which a process can have {format_size(left)} ({why})"
     if left < SMALL_BYTES:
         return note(
             "memory", text, "Give the container more, or close other programs: PyTorch alone takes about 0.7 GB"
@@ -128,12 +128,12 @@ def _processor() -> Iterator[Finding]:
     yield ok("processor", f"{processors().text()}; kernels for {instruction_set()}")
     yield _threads()
     yield _waits()
-    if products.is_slow(torch.bfloat16):
+    if matmul_rates.is_slow(torch.bfloat16):
         yield note(
-            "bfloat16", products.rates_text(torch.bfloat16), "Train in float32: --dtype auto does, by this figure"
+            "bfloat16", matmul_rates.rates_text(torch.bfloat16), "Train in float32: --dtype auto does, by this figure"
         )
     else:
-        yield ok("bfloat16", products.rates_text(torch.bfloat16))
+        yield ok("bfloat16", matmul_rates.rates_text(torch.bfloat16))
 
 
 def _threads() -> Finding:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memascend.forecast.simulation import simulate_step
-from memascend.forecast.traffic import Work
+from memascend.forecast.traffic import Workload
 from memascend.formats.packed_masks import is_stateful
 from memascend.formats.weights import empty_model_of
 
@@ -32,7 +32,7 @@ def why_without_boundaries(config: Any, directory: Path) -> str | None:
         return f"{kind} has a state that passes from each token to the next"
     if any(isinstance(module, (nn.Conv1d, nn.RNNBase)) for module in model.modules()):
         return f"{kind} has convolutions over tokens"
-    step = simulate_step(config, directory, torch.float32, Work(TOKENS, 1, 1, boundaries=True), in_memory=True)
+    step = simulate_step(config, directory, torch.float32, Workload(TOKENS, 1, 1, boundaries=True), in_memory=True)
     if step is None or not step.has_boundaries:
         return f"the attention of {kind} takes no boundaries from position ids"
     return None

@@ -6,17 +6,17 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from memascend.forecast.traffic import traffic
-from memascend.plan.host import make_plan
+from memascend.memory_plan.host import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from memascend.forecast.traffic import Traffic, Work
+    from memascend.forecast.traffic import Traffic, Workload
     from memascend.layout.units import Unit
-    from memascend.plan.device import DevicePlan
-    from memascend.plan.lines import Plan
+    from memascend.memory_plan.device import DevicePlan
+    from memascend.memory_plan.lines import Plan
 
 #: Each budget is so many times the one before.
 RATIO = math.sqrt(2)
@@ -29,7 +29,7 @@ def curve(
     units: Sequence[Unit],
     smallest: Plan,
     config: Any,
-    work: Work,
+    work: Workload,
     device_plan: DevicePlan | None,
     seconds: Callable[[Traffic], float] | None,
 ) -> list[dict[str, Any]]:

@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.forecast.report import by_kind
 from memascend.forecast.traffic import traffic
-from memascend.plan.host import make_plan, smallest_plan
+from memascend.memory_plan.host import make_plan, smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
-    from memascend.forecast.traffic import Traffic, Work
+    from memascend.forecast.traffic import Traffic, Workload
     from memascend.layout.units import Unit
-    from memascend.plan.device import DevicePlan
-    from memascend.plan.lines import Plan
+    from memascend.memory_plan.device import DevicePlan
+    from memascend.memory_plan.lines import Plan
 
 #: What many drives of 1 TB are rated to be written, for a run of which the rating is not known.
 USUAL_RATING_BYTES = 600 * 10**12
@@ -97,7 +97,7 @@ def savings(
     units: Sequence[Unit],
     plan: Plan,
     config: Any,
-    work: Work,
+    work: Workload,
     device_plan: DevicePlan | None = None,
     *,
     with_update: bool = True,
@@ -125,7 +125,9 @@ def savings(
             }
 
 
-def _changes(units: Sequence[Unit], plan: Plan, work: Work, with_update: bool) -> Iterator[tuple[str, Plan, Work]]:
+def _changes(
+    units: Sequence[Unit], plan: Plan, work: Workload, with_update: bool
+) -> Iterator[tuple[str, Plan, Workload]]:
     if work.grad_accum > 1 and not plan.on_device:
         rows, micro = work.batch_size * work.grad_accum, work.micro_batch_size or work.batch_size
         sliced = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)

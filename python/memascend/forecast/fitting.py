@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_size
+from memascend.forecast.total_memory import MemoryTotal, pytorch_memory
 from memascend.forecast.traffic import projection_bytes
-from memascend.forecast.whole import Whole, pytorch_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.forecast.traffic import Work
+    from memascend.forecast.traffic import Workload
     from memascend.layout.units import Unit
 
 _MIB = 1 << 20
@@ -24,13 +24,13 @@ _TOKENS_MIN = 128
 
 
 def fitting_change(
-    whole: Whole,
+    whole: MemoryTotal,
     smallest: int,
     units: Sequence[Unit],
     config: Any,
     directory: Path,
     dtype: torch.dtype,
-    work: Work,
+    work: Workload,
 ) -> str | None:
     """Return the options with which a run on the CPU fits whose host memory is `whole`, or None where none does.
 
@@ -50,7 +50,7 @@ def fitting_change(
     return None
 
 
-def _smaller(work: Work) -> Iterator[tuple[str, Work]]:
+def _smaller(work: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield options of a step that takes less memory at once, the ones that cost least first."""
     if work.layer_tokens > work.seq_len:
         yield "--micro-batch-size 1", replace(work, micro_batch_size=1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.common.sizes import format_size
-from memascend.durable.model_buffers import buffers_bytes
+from memascend.durability.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast import zero_infinity
 from memascend.forecast.curve import curve
@@ -24,20 +24,20 @@ from memascend.forecast.network import network as between_ranks
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
-from memascend.forecast.traffic import Work, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
-from memascend.forecast.whole import Whole, pytorch_memory
+from memascend.forecast.total_memory import MemoryTotal, pytorch_memory
+from memascend.forecast.traffic import Workload, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of, stay_published
+from memascend.hardware.memory_limits import resident_memory
+from memascend.hardware.segments import Segments
+from memascend.hardware.threads import update_threads
 from memascend.layout.bits import COMPUTED_IN
 from memascend.layout.frozen_bits import quantise_units
-from memascend.machine.limits import resident_memory
-from memascend.machine.segments import Segments
-from memascend.machine.threads import update_threads
+from memascend.memory_plan.auto_budget import plan_for
+from memascend.memory_plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
+from memascend.memory_plan.estimates import Shape, waiting_inputs
+from memascend.memory_plan.host import smallest_plan
 from memascend.options import parse_durability
-from memascend.plan.automatic import plan_for
-from memascend.plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
-from memascend.plan.estimates import Shape, waiting_inputs
-from memascend.plan.host import smallest_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.forecast.traffic import Traffic
+    from memascend.hardware.gpu import Rate
     from memascend.layout.units import Unit
-    from memascend.machine.gpu import Rate
 
 __all__ = ["Gpu", "as_text", "forecast"]
 
@@ -157,7 +157,7 @@ def forecast(
     on_device = gpu is not None
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
-    work = Work(
+    work = Workload(
         seq_len,
         batch_size,
         grad_accum,
@@ -230,7 +230,7 @@ def forecast(
 
         prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
     held = adapters_bytes or 0
-    whole = Whole.of(plan.total + held, beside, resident_memory())
+    whole = MemoryTotal.of(plan.total + held, beside, resident_memory())
     prediction["whole"] = whole.as_dict()
     if not whole.fits and gpu is None:
         prediction["fits_with"] = fitting_change(
@@ -255,7 +255,7 @@ def _directory(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _plan_device(units: Sequence[Unit], config: Any, work: Work, gpu: Gpu) -> DevicePlan:
+def _plan_device(units: Sequence[Unit], config: Any, work: Workload, gpu: Gpu) -> DevicePlan:
     try:
         return make_device_plan(
             units,
@@ -287,7 +287,7 @@ def _shape(config: Any) -> Shape:
 
 
 def _gpu_part(
-    gpu: Gpu, plan: DevicePlan, model: nn.Module, units: Sequence[Unit], config: Any, work: Work, moved: Traffic
+    gpu: Gpu, plan: DevicePlan, model: nn.Module, units: Sequence[Unit], config: Any, work: Workload, moved: Traffic
 ) -> dict[str, Any]:
     return {
         "memory_bytes": gpu.memory,
@@ -297,7 +297,7 @@ def _gpu_part(
     }
 
 
-def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Work, moved: Traffic) -> dict[str, int]:
+def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Workload, moved: Traffic) -> dict[str, int]:
     """Return the load of each of `step_time.RESOURCES` in an optimizer step: operations, or bytes.
 
     Weights and the inputs of layers that were put aside are copied to the GPU; the gradients of every pass, but for

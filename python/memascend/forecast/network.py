@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.forecast.traffic import projections
 from memascend.layout.division import sent_bytes
-from memascend.optim.joined_factors import Division
+from memascend.optim.apollo_ranks import Division
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.forecast.traffic import Traffic, Work
+    from memascend.forecast.traffic import Traffic, Workload
     from memascend.layout.units import Unit
 
 
-def network(units: Sequence[Unit], work: Work, moved: Traffic) -> dict[str, Any]:
+def network(units: Sequence[Unit], work: Workload, moved: Traffic) -> dict[str, Any]:
     """Return the bytes of each rank, as `forecast.report` describes them.
 
     `units` are divided over `work.ranks`, and `moved` is the traffic of the first. All gradients are assumed to be

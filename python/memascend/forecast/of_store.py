@@ -22,8 +22,8 @@ SEQ_LEN = 512
 def savings_of_store(recipe: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
     """Return the `savings` of `memascend.forecast.endurance` at the least host memory, or None where not known.
 
-    `recipe` is the one of `memascend.runs.inspect.inspect`. A model that is not a causal one of transformers, and an
-    optimizer that the command line does not have, are not forecast.
+    `recipe` is the one of `memascend.recovery.inspect.inspect`. A model that is not a causal one of transformers, and
+    an optimizer that the command line does not have, are not forecast.
     """
     if recipe is None:
         return None

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memascend.forecast.traffic import Traffic, Work
+    from memascend.forecast.traffic import Traffic, Workload
     from memascend.layout.units import Unit
-    from memascend.plan.device import DevicePlan
-    from memascend.plan.lines import Plan
+    from memascend.memory_plan.device import DevicePlan
+    from memascend.memory_plan.lines import Plan
 
 
 def model_part(path: Path, config: Any, model: nn.Module, units: Sequence[Unit], dtype: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def by_kind(counts: Counter[str]) -> dict[str, int]:
     return {f"{kind}_bytes": counts[kind] for kind in KINDS} | {"total_bytes": counts.total()}
 
 
-def traffic_part(planned: Traffic, smallest: Traffic, units: Sequence[Unit], work: Work) -> dict[str, Any]:
+def traffic_part(planned: Traffic, smallest: Traffic, units: Sequence[Unit], work: Workload) -> dict[str, Any]:
     """Describe the SSD traffic of an optimizer step, with the planned budget and with the smallest."""
     return {
         "seq_len": work.seq_len,

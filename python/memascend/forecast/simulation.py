@@ -26,14 +26,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memascend.autograd.recompute import InputStash, Recomputation, StashedInput
 from memascend.common.timeline import Timeline
 from memascend.forecast.traffic import divided
 from memascend.formats import packed_masks
 from memascend.formats.weights import empty_model_of
 from memascend.layout.tables import Blocks
-from memascend.offloading.activations import InputStash, Recomputation, StashedInput
-from memascend.offloading.slices import Slicing
-from memascend.offloading.tiles import Tiling
+from memascend.slicing.slices import Slicing
+from memascend.slicing.tiles import Tiling
 from memascend.vocabulary.gradient import TableGradient
 from memascend.vocabulary.logits import deferred_linear
 from memascend.vocabulary.lookup import embedding
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
     from pathlib import Path
 
-    from memascend.forecast.traffic import Work
+    from memascend.forecast.traffic import Workload
     from memascend.layout.units import Unit
 
 _aten = torch.ops.aten
@@ -67,7 +67,9 @@ class StepBytes:
     has_boundaries: bool = False
 
 
-def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, *, in_memory: bool) -> StepBytes | None:
+def simulate_step(
+    config: Any, directory: Path, dtype: torch.dtype, work: Workload, *, in_memory: bool
+) -> StepBytes | None:
     """Run a step of the model of a configuration without memory; None where its code cannot be run so.
 
     The parameters themselves are not counted, nor are their gradients in memory.
@@ -87,7 +89,9 @@ def simulate_step(config: Any, directory: Path, dtype: torch.dtype, work: Work, 
     return StepBytes(forward, backward, found.has_boundaries)
 
 
-def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_size: int, in_memory: bool) -> StepBytes:
+def _run(
+    config: Any, directory: Path, dtype: torch.dtype, work: Workload, batch_size: int, in_memory: bool
+) -> StepBytes:
     model = empty_model_of(config, directory, dtype)
     units = divided(model, ranks=work.ranks, experts=work.experts)
     text = config.get_text_config()
@@ -121,7 +125,7 @@ def _run(config: Any, directory: Path, dtype: torch.dtype, work: Work, batch_siz
         return StepBytes(forward, held.take_peak(), asked.masks > 0)
 
 
-def _positions(model: nn.Module, work: Work, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _positions(model: nn.Module, work: Workload, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the positions of packed documents, where a model takes them."""
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return {"position_ids": torch.zeros_like(ids)} if work.boundaries and takes else {}
@@ -164,7 +168,7 @@ def _move(model: nn.Module, units: Sequence[Unit], held: _Held, in_memory: bool)
 
 
 def _take_gradient(parameter: torch.Tensor) -> None:
-    """Take a gradient over, as `offloading.gradients` does."""
+    """Take a gradient over, as `gradients.capture` does."""
     gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, TableGradient):
         for _ in gradient.blocks():

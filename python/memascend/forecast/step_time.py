@@ -16,9 +16,9 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memascend.hardware.gpu import Rate
     from memascend.layout.units import Unit
-    from memascend.machine.gpu import Rate
-    from memascend.plan.estimates import Shape
+    from memascend.memory_plan.estimates import Shape
 
 #: Resources of a step, by the name of their rate, in the order of the table.
 RESOURCES = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_decimal, format_rating, format_size
 from memascend.forecast.kinds import KINDS
-from memascend.forecast.whole import Whole
+from memascend.forecast.total_memory import MemoryTotal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -225,7 +225,7 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
     parts = (
         whole[name] for name in ("planned_bytes", "pytorch_bytes", "interpreter_bytes", "available_bytes", "bound")
     )
-    return Whole(*parts).text() + ("" if whole["fits"] else ": it does not fit here")
+    return MemoryTotal(*parts).text() + ("" if whole["fits"] else ": it does not fit here")
 
 
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:

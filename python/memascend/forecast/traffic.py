@@ -1,6 +1,6 @@
 """Traffic of an optimizer step and space of the store: replayed, without a run.
 
-The order of uses is replayed through counted buffers by the rule that the streamers follow (`residency.order`).
+The order of uses is replayed through counted buffers by the rule that the streamers follow (`streaming.order`).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 from torch import nn
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
+from memascend.autograd.recompute import STASH_FROM_BYTES
 from memascend.common.tiles import tile_of
 from memascend.forecast.kinds import KINDS
 from memascend.layout.division import divide
 from memascend.layout.shards import channels_of
 from memascend.layout.units import partition, round_up
-from memascend.offloading.activations import STASH_FROM_BYTES
+from memascend.memory_plan.host import updates_in_backward
 from memascend.optim import NAMED
-from memascend.optim.joined_factors import Division
-from memascend.optim.projected import scratch_bytes
+from memascend.optim.apollo_moments import scratch_bytes
+from memascend.optim.apollo_ranks import Division
 from memascend.optim.rules import rule_for
-from memascend.plan.host import updates_early
-from memascend.residency.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
-from memascend.residency.states import kept_elements
+from memascend.streaming.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
+from memascend.streaming.resident_states import kept_elements
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
     from memascend._memascend import Rule
-    from memascend.layout.units import Place, StoreTensor, Unit
-    from memascend.plan.device import DevicePlan
-    from memascend.plan.lines import Line, Plan
+    from memascend.layout.units import ParameterEntry, StoreTensor, Unit
+    from memascend.memory_plan.device import DevicePlan
+    from memascend.memory_plan.lines import Line, Plan
 
 
 @dataclass(slots=True)
-class Work:
+class Workload:
     """The work of one optimizer step."""
 
     seq_len: int
@@ -159,12 +159,12 @@ def _in_turn(units: Sequence[Unit], used: Iterable[int]) -> list[int]:
     return turns
 
 
-def state_kinds(tensor: StoreTensor, work: Work) -> dict[str, int]:
+def state_kinds(tensor: StoreTensor, work: Workload) -> dict[str, int]:
     """Return the bytes of each optimizer state of one tensor, in whole pages."""
     return {plane.name: round_up(plane.bytes(tensor.numel), PAGE_BYTES) for plane in _rule(tensor, work).planes}
 
 
-def projection(tensor: StoreTensor, work: Work) -> Projection | None:
+def projection(tensor: StoreTensor, work: Workload) -> Projection | None:
     """Return the projection of a tensor's gradient, if it is a large matrix of a repeated layer, by APOLLO."""
     _, algorithm, options = NAMED[work.optimizer]
     (place, *others) = tensor.places
@@ -174,7 +174,7 @@ def projection(tensor: StoreTensor, work: Work) -> Projection | None:
     return Projection(rows, columns, options["rank"], 0, 0)
 
 
-def projections(units: Sequence[Unit], work: Work) -> Iterator[tuple[StoreTensor, Projection]]:
+def projections(units: Sequence[Unit], work: Workload) -> Iterator[tuple[StoreTensor, Projection]]:
     """Yield the tensors whose gradients are projected, and how."""
     for tensor in (tensor for unit in units for tensor in unit.tensors if tensor.trained):
         projected = projection(tensor, work)
@@ -182,7 +182,7 @@ def projections(units: Sequence[Unit], work: Work) -> Iterator[tuple[StoreTensor
             yield tensor, projected
 
 
-def projection_bytes(units: Sequence[Unit], work: Work) -> int:
+def projection_bytes(units: Sequence[Unit], work: Workload) -> int:
     """Return the most bytes that the projection of a gradient takes beside the plan, in the backward pass.
 
     Over ranks the step does it: the bytes are of the rank that needs most.
@@ -198,7 +198,7 @@ def projection_bytes(units: Sequence[Unit], work: Work) -> int:
     return max(sizes, default=0)
 
 
-def moments_bytes(tensor: StoreTensor, work: Work) -> int:
+def moments_bytes(tensor: StoreTensor, work: Workload) -> int:
     """Return the bytes of both moments of a tensor's projected gradient, in whole pages."""
     projected = projection(tensor, work)
     if projected is None:
@@ -207,7 +207,7 @@ def moments_bytes(tensor: StoreTensor, work: Work) -> int:
     return round_up(2 * channels * projected.rank * torch.float32.itemsize, PAGE_BYTES)
 
 
-def _rule(tensor: StoreTensor, work: Work) -> Rule:
+def _rule(tensor: StoreTensor, work: Workload) -> Rule:
     _, algorithm, _ = NAMED[work.optimizer]
     if algorithm == "apollo":
         if projection(tensor, work) is not None:
@@ -217,7 +217,7 @@ def _rule(tensor: StoreTensor, work: Work) -> Rule:
     return rule_for(algorithm, work.states, tensor.dtype, tensor.places[0].nbytes, work.master)
 
 
-def _states_kept(units: Sequence[Unit], plan: Plan, work: Work) -> dict[StoreTensor, dict[str, int]]:
+def _states_kept(units: Sequence[Unit], plan: Plan, work: Workload) -> dict[StoreTensor, dict[str, int]]:
     """Return the bytes of each tensor's states that stay in memory."""
     rules = {tensor: _rule(tensor, work) for unit in units for tensor in unit.tensors if tensor.trained}
     sizes = [(tensor.numel, sum(plane.bytes(tensor.numel) for plane in rule.planes)) for tensor, rule in rules.items()]
@@ -227,7 +227,7 @@ def _states_kept(units: Sequence[Unit], plan: Plan, work: Work) -> dict[StoreTen
     }
 
 
-def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
+def stash_bytes(units: Sequence[Unit], config: Any, work: Workload) -> int:
     """Return the bytes of the input that a recomputed layer puts aside in a forward pass, 0 if it stays in place."""
     if work.activations == "recompute":
         return 0
@@ -235,7 +235,7 @@ def stash_bytes(units: Sequence[Unit], config: Any, work: Work) -> int:
     return work.tokens * width_bytes if work.layer_tokens * width_bytes >= STASH_FROM_BYTES else 0
 
 
-def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
+def ssd_space(units: Sequence[Unit], config: Any, work: Workload) -> Counter[str]:
     """Return the most that the store holds, by kind. Gradients of packs stay in memory.
 
     All activations count that might be moved to the store; a run makes room only for moved ones.
@@ -258,7 +258,12 @@ def ssd_space(units: Sequence[Unit], config: Any, work: Work) -> Counter[str]:
 
 
 def traffic(
-    model: nn.Module, units: Sequence[Unit], plan: Plan, config: Any, work: Work, device_plan: DevicePlan | None = None
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: Plan,
+    config: Any,
+    work: Workload,
+    device_plan: DevicePlan | None = None,
 ) -> Traffic:
     """Predict the SSD bytes of one optimizer step in the steady state, of a model trained whole.
 
@@ -282,18 +287,20 @@ def traffic(
         wanted = on_device.step(wanted)
         moved.uploaded = sum(units[number].nbytes for fetched in wanted for number in fetched)
         moved.uploaded += sum(_copied_by_parts(model, units[number], work, number in apart) for number in tables)
-        if _early(plan, work):
+        if _in_backward(plan, work):
             late = _embeddings(model, units)
-            changing = {n for n, unit in enumerate(units) if any(map(updates_early, unit.tensors)) and n not in late}
+            changing = {
+                n for n, unit in enumerate(units) if any(map(updates_in_backward, unit.tensors)) and n not in late
+            }
             wanted[0], passing = _with_updates(changing, order, len(before_turn), on_device.fetches)
     if work.ranks > 1:
         moved.gathered = sum(units[number].stored_nbytes for number, _ in groupby(chain(*wanted)))
     streamed = {number for number, unit in enumerate(units) if unit.is_table and unit not in plan.whole_tables}
-    staying = {units.index(unit) for unit in plan.staying}
+    staying = {units.index(unit) for unit in plan.resident_units}
     fetched = [[number for number in uses if number not in streamed | staying] for uses in wanted]
     # The backward pass updates weights where they are, so that the next pass finds some of them.
     changes = any(tensor.trained for unit in units for tensor in unit.tensors)
-    replay = Replay(units, plan.units, taken=staying, stale=changes and not _early(plan, work))
+    replay = Replay(units, plan.units, taken=staying, stale=changes and not _in_backward(plan, work))
     for _ in range(2):
         found = replay.step(fetched, passing)
     for number in [*chain(*found), *replay.missing(late)]:
@@ -327,7 +334,7 @@ def traffic(
     return moved
 
 
-def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Work) -> int:
+def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Workload) -> int:
     """Return the bytes read of experts, if tokens are sent to as many of each layer as they can reach.
 
     The forward pass, its recomputation and the backward pass of a layer read them, each once but for those that stay.
@@ -376,26 +383,26 @@ def _embeddings(model: nn.Module, units: Sequence[Unit]) -> list[int]:
     return [
         number
         for number, unit in enumerate(units)
-        if any(updates_early(place.tensor) and place.parameter in parameters for place in unit.places)
+        if any(updates_in_backward(place.tensor) and place.parameter in parameters for place in unit.places)
     ]
 
 
-def _early(plan: Plan, work: Work) -> bool:
+def _in_backward(plan: Plan, work: Workload) -> bool:
     """Return whether the backward pass updates weights where it can."""
     return plan.update == "backward" and work.grad_accum == 1
 
 
-def _row_bytes(place: Place) -> int:
+def _row_bytes(place: ParameterEntry) -> int:
     return place.nbytes // place.shape[0]
 
 
-def _looks_up(model: nn.Module, place: Place) -> bool:
+def _looks_up(model: nn.Module, place: ParameterEntry) -> bool:
     """Return whether rows of a table are looked up."""
     modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return any(parameter is place.parameter for module in modules for parameter in module._parameters.values())
 
 
-def _copied_by_parts(model: nn.Module, unit: Unit, work: Work, apart: bool) -> int:
+def _copied_by_parts(model: nn.Module, unit: Unit, work: Workload, apart: bool) -> int:
     """Return the bytes of a table that go to a device by rows, and by blocks if it has no buffer there (`apart`)."""
     (place,) = unit.places
     rows = min(work.tokens * _row_bytes(place), place.nbytes) if _looks_up(model, place) else 0
@@ -405,7 +412,7 @@ def _copied_by_parts(model: nn.Module, unit: Unit, work: Work, apart: bool) -> i
     return work.grad_accum * (rows + (2 * place.nbytes if unit.is_head else 0))
 
 
-def _read_by_blocks(model: nn.Module, unit: Unit, work: Work, by_blocks: int) -> int:
+def _read_by_blocks(model: nn.Module, unit: Unit, work: Workload, by_blocks: int) -> int:
     """Return the bytes read of a table without a buffer: by its update, by rows for lookups, `by_blocks` as a whole."""
     (place,) = unit.places
     updates = int(unit.tensors[0].trained)
@@ -427,7 +434,7 @@ class Spill:
     projected_later: int = 0
 
 
-def _projection_put_aside(tensor: StoreTensor, work: Work) -> Projection | None:
+def _projection_put_aside(tensor: StoreTensor, work: Workload) -> Projection | None:
     """Return how the gradient of a tensor is projected as it is captured, if it is: over ranks the step does that."""
     return projection(tensor, work) if tensor.shard is None else None
 
@@ -444,7 +451,7 @@ def spill(
     forward: Sequence[int],
     backward: Sequence[int],
     stash: int,
-    work: Work,
+    work: Workload,
     sums_bytes: int = 0,
 ) -> Spill:
     """Predict the spills of one optimizer step in the steady state: bytes that host memory has no room for.
@@ -455,7 +462,7 @@ def spill(
     Of accumulated gradients `sums_bytes` stay on a device until the last pass.
     """
     # Staging buffers that are free, and by tensor those that its gradient holds.
-    room = max(0, plan.staging.count + plan.kept.count - STAGING_RESERVE)
+    room = max(0, plan.staging.count + plan.staging_cache.count - STAGING_RESERVE)
     # The gradients of embeddings come last: the backward pass uses every other unit.
     captured = list(dict.fromkeys([*backward, *reversed(range(len(units)))]))
     held: dict[StoreTensor, int] = {}
@@ -488,7 +495,11 @@ def spill(
                     spilled.activations += round_up(max(0, stash - in_memory), PAGE_BYTES)
             for number in captured:
                 for tensor in reversed(units[number].tensors):
-                    if tensor.packed or not tensor.trained or (_early(plan, work) and updates_early(tensor)):
+                    if (
+                        tensor.packed
+                        or not tensor.trained
+                        or (_in_backward(plan, work) and updates_in_backward(tensor))
+                    ):
                         continue
                     if tensor in on_device and turn < work.grad_accum - 1:
                         continue
@@ -514,7 +525,7 @@ def spill(
 
 
 class Replay:
-    """Follows the rule of `residency.order` with counted buffers, over a known order of uses, and reports fetches."""
+    """Follows the rule of `streaming.order` with counted buffers, over a known order of uses, and reports fetches."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from memascend.forecast.traffic import Work
+    from memascend.forecast.traffic import Workload
     from memascend.layout.units import Unit
 
 #: `offload_param`: defaults of `buffer_count` and `buffer_size` (runtime/zero/offload_config.py).
@@ -168,7 +168,7 @@ def ssd_traffic_bytes(numel: int, itemsize: int, grad_accum: int = 1) -> tuple[i
     return numel * (2 * itemsize * grad_accum + states), numel * (states + itemsize)
 
 
-def beside_it(units: Sequence[Unit], ours: int, smallest: int, work: Work) -> dict[str, Any]:
+def beside_it(units: Sequence[Unit], ours: int, smallest: int, work: Workload) -> dict[str, Any]:
     """Describe ZeRO-Infinity's memory and traffic for these units, beside the host memory of our plans in bytes.
 
     Over ranks, each holds and moves its part of every parameter.

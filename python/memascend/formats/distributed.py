@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.autograd.binding import outdate_graphs
 from memascend.common.outputs import sync
 from memascend.errors import CheckpointError, MemascendError, StoreError
 from memascend.formats.saving import saved_buffers
-from memascend.offloading.api import sessions_of
-from memascend.offloading.binding import outdate_graphs
-from memascend.offloading.over_ranks import compare_checkpoints
-from memascend.offloading.places import place_of, ranks_of
-from memascend.offloading.together import raise_on_all, raising_on_all
+from memascend.layout.registry import place_of, ranks_of
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.states import UnreadStates, read_state, shown_dtype
+from memascend.ranks.rank_errors import exchange_errors, raise_on_all_ranks
+from memascend.session.api import sessions_of
+from memascend.session.rank_checks import compare_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Rule
     from memascend.formats.dcp import DistributedReader
-    from memascend.layout.units import Place
+    from memascend.layout.units import ParameterEntry
     from memascend.ranks.group import Ranks
 
 #: Prefix of the optimizer's states in a checkpoint; the parameter's name, a dot and the state's
@@ -86,7 +86,7 @@ def _write_over(
     action = "write a checkpoint"
 
     def told(key: str, source: Callable[[], torch.Tensor]) -> torch.Tensor:
-        ranks.texts(action, key)
+        ranks.all_gather_object(action, key)
         return source()
 
     if ranks.rank == 0:
@@ -96,11 +96,11 @@ def _write_over(
             if isinstance(error, StoreError):
                 raise
             failure = error
-        ranks.texts(action, "")
+        ranks.all_gather_object(action, "")
     else:
-        while key := ranks.texts(action, "")[0].strip():
+        while key := ranks.all_gather_object(action, "")[0].strip():
             sources[key]()
-    raise_on_all(ranks, action, failure)
+    exchange_errors(ranks, action, failure)
 
 
 def _write(path: Path, state: dict[str, Any], sources: dict[str, Callable[[], torch.Tensor]]) -> None:
@@ -250,7 +250,7 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
     names, buffers = _names(model), saved_buffers(model)
     _check_can_be_filled(model, names)
     ranks = ranks_of(names)
-    with raising_on_all(ranks, "load a checkpoint"):
+    with raise_on_all_ranks(ranks, "load a checkpoint"):
         reader = DistributedReader(Path(directory))
         problems: list[str] = []
         keys = _keys(reader, names, buffers, problems)
@@ -263,12 +263,12 @@ def load_distributed(model: nn.Module, optimizer: OffloadedOptimizer | None, dir
         compare_checkpoints(ranks, fingerprint, reader.path)
     for session in sessions_of(model):
         session.flush()
-    with raising_on_all(ranks, "load the weights of a checkpoint"), _changing(model, ranks):
+    with raise_on_all_ranks(ranks, "load the weights of a checkpoint"), _changing(model, ranks):
         _load_weights(model, keys, reader)
         for name, buffer in buffers.items():
             reader.read_into(f"model.{name}", buffer)
     if optimizer is not None and states is not None:
-        with raising_on_all(ranks, "load the states of a checkpoint"), _changing(model, ranks):
+        with raise_on_all_ranks(ranks, "load the states of a checkpoint"), _changing(model, ranks):
             optimizer.load_state_dict(states)
 
 
@@ -279,7 +279,7 @@ def _changing(model: nn.Module, ranks: Ranks | None) -> Iterator[None]:
         yield
     except CheckpointError:
         for session in sessions_of(model) if ranks is not None else ():
-            session.generations.changed()
+            session.commit_log.changed()
         raise
 
 
@@ -342,9 +342,9 @@ def _check(reader: DistributedReader, key: str, wanted: torch.Tensor, problems: 
 
 
 def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: DistributedReader) -> None:
-    whole: dict[Place, torch.Tensor] = {}  # the table that is read
+    whole: dict[ParameterEntry, torch.Tensor] = {}  # the table that is read
 
-    def read(place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
+    def read(place: ParameterEntry, target: torch.Tensor, first_row: int | None = None) -> None:
         if first_row is None:
             reader.read_into(keys[place.parameter], target, _elements(place.parameter))
             return
@@ -356,7 +356,7 @@ def _load_weights(model: nn.Module, keys: dict[nn.Parameter, str], reader: Distr
 
     for session in sessions_of(model):
         for unit in session.units:
-            session.streamer.let_go(unit)
+            session.streamer.release(unit)
             session.streamer.discard(unit)
         session.fill(read, None)
         for place in session.places:

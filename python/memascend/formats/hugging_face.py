@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memascend._memascend import return_large_blocks_to_system
-from memascend.durable.record import source_of
+from memascend.autograd.binding import materialise
+from memascend.durability.record import source_of
 from memascend.formats.heads import change_config
 from memascend.formats.quantised.beside import quantise_beside
 from memascend.formats.quantised.forms import check_form, form_of
@@ -25,12 +26,11 @@ from memascend.layout.bits import PUBLISHED
 from memascend.layout.division import divide
 from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.units import Unit, partition
-from memascend.offloading import over_ranks
-from memascend.offloading.binding import materialise
-from memascend.offloading.frozen_bits import check_beside, check_bits
-from memascend.offloading.opening import open_session, opening
-from memascend.offloading.rank_hooks import hooks_for
 from memascend.options import TUNING_NAMES
+from memascend.session import rank_checks
+from memascend.session.frozen_bits import check_beside, check_bits
+from memascend.session.open import open_session, opening
+from memascend.session.rank_hooks import hooks_for
 
 if TYPE_CHECKING:
     import os
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memascend.offloading.computing import Computing
-    from memascend.offloading.session import Session
     from memascend.options import Activations, Experts, Gradients, RankLocations, Update
     from memascend.ranks.group import Ranks
+    from memascend.session.compute import ComputeOptions
+    from memascend.session.session import Session
 
 
 def from_pretrained(
@@ -185,7 +185,7 @@ def _check_resized(frozen: str | None, ranks: Ranks | None) -> None:
 def _divide(
     model: nn.Module,
     sources: Sources,
-    computing: Computing,
+    computing: ComputeOptions,
     frozen: str | None,
     frozen_bits: int | str | None,
     ranks: Ranks | None,
@@ -205,8 +205,8 @@ def _divide(
     elif frozen_bits is not None:
         quantise_units(model, units, int(frozen_bits))
     if ranks is not None:
-        over_ranks.compare_layout(ranks, units)
-        over_ranks.compare_checkpoints(ranks, sources.files.fingerprint(), sources.files.directory)
+        rank_checks.compare_layout(ranks, units)
+        rank_checks.compare_checkpoints(ranks, sources.files.fingerprint(), sources.files.directory)
         divide(units, ranks.rank, ranks.size)
     materialise(model, units)
     return units

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.autograd.proxies import copy_of, is_proxy, locate
 from memascend.formats.safetensors import NAMES, write_safetensors
-from memascend.offloading.stand_ins import copy_of, is_stand_in, locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def meet_safetensors() -> None:
 
     @wraps(flatten)
     def flatten_or_wait(tensors: Any, keep_alive_buffer: list[Any]) -> Any:
-        if not isinstance(tensors, dict) or not any(map(is_stand_in, tensors.values())):
+        if not isinstance(tensors, dict) or not any(map(is_proxy, tensors.values())):
             return flatten(tensors, keep_alive_buffer)
         library._evaluate_tensors_for_save(tensors)
         return _OnStore(tensors)
@@ -70,7 +70,7 @@ def meet_safetensors() -> None:
 
 
 def _copies(tensors: _OnStore) -> dict[str, torch.Tensor]:
-    return {name: copy_of(tensor) if is_stand_in(tensor) else tensor for name, tensor in tensors.items()}
+    return {name: copy_of(tensor) if is_proxy(tensor) else tensor for name, tensor in tensors.items()}
 
 
 def _write(tensors: _OnStore, path: Path, metadata: dict[str, str] | None) -> None:
@@ -88,7 +88,7 @@ def _values(tensors: _OnStore) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of every tensor, unit by unit, so that a unit is read once."""
 
     def unit_of(name: str) -> int:
-        return locate(tensors[name])[1].tensor.unit.index if is_stand_in(tensors[name]) else -1
+        return locate(tensors[name])[1].tensor.unit.index if is_proxy(tensors[name]) else -1
 
     for name in sorted(tensors, key=unit_of):
         yield name, copy_of(tensors[name])

@@ -26,24 +26,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memascend.autograd.proxies import is_proxy, shown_by
 from memascend.common.outputs import sync, sync_names, writing
 from memascend.common.sizes import parse_size
 from memascend.errors import CheckpointError, OutputError, StoreError
 from memascend.formats.safetensors import write_safetensors
 from memascend.formats.transformers_models import revert_conversions, saves_adapters, tied_names, unsaved_names
 from memascend.formats.weight_files import INDEX_NAME, WEIGHTS_NAME
+from memascend.layout.registry import place_of, ranks_of
 from memascend.layout.units import DTYPE_NAMES
-from memascend.offloading.api import refuse_ranks, sessions_of
-from memascend.offloading.hooks import Hooks, has_adapters
-from memascend.offloading.places import place_of, ranks_of
-from memascend.offloading.stand_ins import is_stand_in, shown_by
-from memascend.offloading.together import raise_on_all
+from memascend.ranks.rank_errors import exchange_errors
+from memascend.session.api import refuse_ranks, sessions_of
+from memascend.session.module_hooks import Hooks, has_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 
     from memascend.ranks.group import Ranks
-    from memascend.residency.tables import OffloadedTable
+    from memascend.streaming.tables import OffloadedTable
 
 #: Parameters that are written together, by name: of a unit, and others of its layer that lie in memory.
 _Group = dict[str, nn.Parameter]
@@ -191,7 +191,7 @@ def _on_first(ranks: Ranks | None, do: Callable[[], None], unread: Iterator[_Gro
     if ranks is not None:
         for group in unread:
             _values(group)
-        raise_on_all(ranks, "save the model", failure)
+        exchange_errors(ranks, "save the model", failure)
 
 
 def _refuse_weights(directory: Path, patterns: tuple[str, ...]) -> None:
@@ -262,21 +262,21 @@ def _show_the_same(one: Any, other: Any) -> bool:
     """Return whether two tensors are views of the same values, in memory or on SSD."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
-    if is_stand_in(one) or is_stand_in(other):
-        return is_stand_in(one) and is_stand_in(other) and shown_by(one) == shown_by(other)
+    if is_proxy(one) or is_proxy(other):
+        return is_proxy(one) and is_proxy(other) and shown_by(one) == shown_by(other)
     layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (one, other)]
     return layouts[0] == layouts[1]
 
 
 class _Values(dict[str, Any]):
-    """A state dict whose stand-ins are read when they are asked for: only adapters stay in memory."""
+    """A state dict whose proxies are read when they are asked for: only adapters stay in memory."""
 
     #: Whether the values that were read stay here.
     keeps = False
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if not isinstance(value, torch.Tensor) or not is_stand_in(value):
+        if not isinstance(value, torch.Tensor) or not is_proxy(value):
             return value
         read = value.detach().clone()
         if self.keeps:

@@ -94,7 +94,7 @@ def why_not_trained_causally(config: Any) -> str | None:
 
     The class that a directory names may be of another task. Encoders have a class in the mapping of causal models too,
     whose attention looks ahead unless the configuration says is_decoder; and the decoders of encoder-decoders expect
-    labels that were shifted already. tests/command/test_causal.py compares this with the attention of the models.
+    labels that were shifted already. tests/cli/test_causal.py compares this with the attention of the models.
     """
     import transformers
     from transformers import (

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import ExternalFile, Packing
     from memascend.formats.safetensors import SafetensorsReader
-    from memascend.layout.units import Place, Unit
+    from memascend.layout.units import ParameterEntry, Unit
 
 _log = logging.getLogger("memascend")
 
@@ -252,7 +252,7 @@ class Sources:
             )
         self.locate(published, direct)
 
-    def _is_quantised(self, place: Place) -> bool:
+    def _is_quantised(self, place: ParameterEntry) -> bool:
         pieces = self._pieces_of(place.name) or ()
         return any(isinstance(self.files.where[key], QuantisedTensors) for key, _ in pieces)
 
@@ -262,7 +262,7 @@ class Sources:
         Raises CheckpointError for a parameter that needs a conversion or another dtype.
         """
         externals = {reader: reader.external(direct) for reader in self.files.readers}
-        located: dict[Place, list[tuple[ExternalFile, int, int, Packing | None]]] = {}
+        located: dict[ParameterEntry, list[tuple[ExternalFile, int, int, Packing | None]]] = {}
         for place in (place for unit in units for place in unit.places):
             pieces = self._pieces_of(place.name)
             if pieces is None:
@@ -287,7 +287,7 @@ class Sources:
         return None
 
     def _located(
-        self, place: Place, key: str, externals: MappingOf[SafetensorsReader, ExternalFile]
+        self, place: ParameterEntry, key: str, externals: MappingOf[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, int, Packing | None]:
         """Return the source of a parameter that is read from one tensor, a piece of `Unit.sources`, or refuse it."""
         reader = self.files.where[key]
@@ -310,16 +310,16 @@ class Sources:
             return reader.stored_nbytes(key)
         return reader.entries[key].end - reader.entries[key].start
 
-    def read(self, place: Place, target: torch.Tensor, first_row: int | None = None) -> None:
+    def read(self, place: ParameterEntry, target: torch.Tensor, first_row: int | None = None) -> None:
         """Fill `target` with the values of a parameter, or with its rows from `first_row` on."""
         first = first_row * place.blocks.width if first_row else 0
         self._read(place, target, first, rows_follow=first_row is not None and first + target.numel() < place.numel)
 
-    def read_part(self, place: Place, target: torch.Tensor, first: int) -> None:
+    def read_part(self, place: ParameterEntry, target: torch.Tensor, first: int) -> None:
         """Fill `target`, of one dimension, with the elements of a parameter from number `first` on."""
         self._read(place, target, first, rows_follow=first + target.numel() < place.numel)
 
-    def read_share(self, place: Place, target: torch.Tensor) -> None:
+    def read_share(self, place: ParameterEntry, target: torch.Tensor) -> None:
         """Fill of `target`, which has room for a whole parameter, the elements that one rank's store has.
 
         Only those are read, but for a parameter that a conversion makes.
@@ -327,7 +327,7 @@ class Sources:
         first, _, count = place.stored
         self._read(place, target.view(-1)[first : first + count], first)
 
-    def _read(self, place: Place, target: torch.Tensor, first: int, rows_follow: bool = False) -> None:
+    def _read(self, place: ParameterEntry, target: torch.Tensor, first: int, rows_follow: bool = False) -> None:
         """Fill `target` with the elements of a parameter from number `first` on."""
         if place.name in self._begun:
             target.copy_(self._begun[place.name].reshape(-1)[first : first + target.numel()].view(target.shape))

@@ -23,25 +23,25 @@ except ImportError as error:
         f"memascend.integrations.accelerate needs accelerate ({error}): pip install 'memascend[accelerate]'"
     ) from error
 
+from memascend.autograd.dispatch import refuse_foreign
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.saving import save_pretrained
 from memascend.formats.transformers_models import saves_adapters
 from memascend.integrations import named_checkpoints as named
 from memascend.integrations.launches import check_processes
-from memascend.layout.units import as_held
-from memascend.offloading.api import find_offload
-from memascend.offloading.together import raising_on_all, told_by_first
-from memascend.offloading.torch_functions import refuse_foreign
+from memascend.layout.units import raw_tensor_access
 from memascend.optim import OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
+from memascend.ranks.rank_errors import broadcast_from_rank0, raise_on_all_ranks
+from memascend.session.api import find_offload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import nn
 
-    from memascend.offloading.session import Session
     from memascend.ranks.group import Ranks
+    from memascend.session.session import Session
 
 _DIVIDED = "memascend.offload divides a model over processes itself: leave it out"
 #: The launches that an offloaded model trains over.
@@ -176,7 +176,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _optimizer_of(self, parameters: list[torch.Tensor]) -> OffloadedOptimizer | None:
         """Return the optimizer of memascend that has exactly the gradients of `parameters`."""
-        with as_held():
+        with raw_tensor_access():
             given = {id(parameter) for parameter in parameters if parameter.grad is not None}
             for optimizer in map(_unwrapped, self._optimizers):
                 if isinstance(optimizer, OffloadedOptimizer):
@@ -193,12 +193,12 @@ class Accelerator(accelerate.Accelerator):
         Checkpoints that `total_limit` removes go from the store too. Raises as `memascend.save_checkpoint` does.
         """
         ranks = self._ranks()
-        with raising_on_all(ranks, "make the directory of a state", Exception):
+        with raise_on_all_ranks(ranks, "make the directory of a state", Exception):
             if ranks is not None and output_dir is not None:
                 os.makedirs(output_dir, exist_ok=True)
-        found = told_by_first(ranks, "look for checkpoints", lambda: self._named_by(output_dir))
+        found = broadcast_from_rank0(ranks, "look for checkpoints", lambda: self._named_by(output_dir))
         self._before = {Path(directory): tags for directory, tags in found.items()}
-        with self._without_stored_optimizers(), raising_on_all(ranks, "save a state", Exception):
+        with self._without_stored_optimizers(), raise_on_all_ranks(ranks, "save a state", Exception):
             location = Path(super().save_state(output_dir, safe_serialization, **options))
         self._forget(self._before.get(location.absolute(), []))
         return location
@@ -211,7 +211,7 @@ class Accelerator(accelerate.Accelerator):
         Raises CheckpointError for a directory that does not fit the prepared objects, StoreError where the store has
         lost the checkpoint.
         """
-        with self._without_stored_optimizers(), raising_on_all(self._ranks(), "load a state", Exception):
+        with self._without_stored_optimizers(), raise_on_all_ranks(self._ranks(), "load a state", Exception):
             super().load_state(input_dir, load_kwargs, **options)
 
     def _ranks(self) -> Ranks | None:
@@ -263,7 +263,7 @@ class Accelerator(accelerate.Accelerator):
     def _save_offloaded(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save the offloaded models, and leave the others to accelerate."""
         ranks = self._ranks()
-        gone = told_by_first(ranks, "look for checkpoints that were deleted", self._gone)
+        gone = broadcast_from_rank0(ranks, "look for checkpoints that were deleted", self._gone)
         self._forget(gone)  # before, since the store needs their room
         sessions = self._sessions(models)
         kept: dict[Any, str | None] = {}
@@ -283,7 +283,7 @@ class Accelerator(accelerate.Accelerator):
         if not sessions and not named.has_names(Path(input_dir)):
             return
         # As a list: JSON has no numbers as keys.
-        found = told_by_first(
+        found = broadcast_from_rank0(
             self._ranks(), "read a checkpoint", lambda: list(named.read_names(Path(input_dir)).items())
         )
         names: dict[int, str | None] = dict(found)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memascend.errors import MemascendError
 
 if TYPE_CHECKING:
-    from memascend.offloading.session import Session
+    from memascend.session.session import Session
 
 
 def check_processes(session: Session, processes: int, group_maker: str) -> None:

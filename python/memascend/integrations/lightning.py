@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.autograd.dispatch import refuse_foreign
 from memascend.errors import CheckpointError, MemascendError
 from memascend.integrations import named_checkpoints as named
-from memascend.offloading.api import offload
-from memascend.offloading.torch_functions import refuse_foreign
 from memascend.optim import OffloadedOptimizer
 from memascend.ranks.group import refuse_group
-from memascend.runs.resume import resume
+from memascend.recovery.resume import resume
+from memascend.session.api import offload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
 
-    from memascend.offloading.session import Session
     from memascend.options import StorePaths
+    from memascend.session.session import Session
 
 
 def _import(name: str) -> Any:
@@ -315,7 +315,7 @@ class MemascendStrategy(_Single):
             new = optimizer
             if self._is_stored(optimizer):
                 new = named.successor(_unwrapped(optimizer), self._restored)
-                self._session.generations.leave(_unwrapped(optimizer))
+                self._session.commit_log.leave(_unwrapped(optimizer))
                 for config in self.lr_scheduler_configs:
                     named.follow(config.scheduler, _unwrapped(optimizer), new)
             else:

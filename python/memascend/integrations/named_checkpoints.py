@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.errors import CheckpointError
 from memascend.formats.json_files import read_json
-from memascend.layout.units import as_held
-from memascend.offloading.api import find_offload, offload_of
-from memascend.offloading.places import place_of
-from memascend.offloading.together import told_by_first
+from memascend.layout.registry import place_of
+from memascend.layout.units import raw_tensor_access
 from memascend.optim import OffloadedOptimizer
-from memascend.runs.resume import restore_checkpoint
+from memascend.ranks.rank_errors import broadcast_from_rank0
+from memascend.recovery.resume import restore_checkpoint
+from memascend.session.api import find_offload, offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memascend.offloading.session import Session
     from memascend.ranks.group import Ranks
+    from memascend.session.session import Session
 
 #: The file of a checkpoint's directory that names checkpoints in stores; a store's own file has another name.
 MANIFEST = "memascend_checkpoint.json"
@@ -101,7 +101,7 @@ def ranks_of(session: Session | None) -> Ranks | None:
 
 def is_trained(session: Session) -> bool:
     """Return whether anything on the store of an offloaded model is trained: else a checkpoint needs none of it."""
-    with as_held():
+    with raw_tensor_access():
         trained = (place.tensor for place in session.places if place.parameter.requires_grad)
         return any(tensor.trained or tensor.trained_later for tensor in trained)
 
@@ -115,7 +115,7 @@ def keep(session: Session, label: str) -> str | None:
     if not is_trained(session):
         return None
     readable = re.sub(r"[^\w=.-]+", "-", label).lstrip("-.")[:80]
-    tag = told_by_first(
+    tag = broadcast_from_rank0(
         ranks_of(session), "name a checkpoint", lambda: f"{readable or 'checkpoint'}-{uuid.uuid4().hex[:8]}"
     )
     session.save_checkpoint(tag)
@@ -126,7 +126,7 @@ def go_back(session: Session, tag: str) -> list[OffloadedOptimizer]:
     """Go back to a named checkpoint of an offloaded model, and return its optimizers, made anew."""
     model = session.model()
     assert model is not None, "the caller holds the model"
-    classes = {type(optimizer).__name__: type(optimizer) for optimizer in session.generations.optimizers}
+    classes = {type(optimizer).__name__: type(optimizer) for optimizer in session.commit_log.optimizers}
     return restore_checkpoint(model, tag, optimizer_classes=classes).optimizers
 
 

@@ -19,14 +19,14 @@ from memascend.errors import MemascendError
 from memascend.formats.hub import download
 from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
-from memascend.offloading.api import offload_of
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 from memascend.options import OPTION_NAMES, REPLACE, OffloadOptions
+from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.offloading.session import Session
+    from memascend.session.session import Session
 
 _log = logging.getLogger("memascend")
 
@@ -348,7 +348,7 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
     saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
     # Of a frozen model adapters are to be trained, which transformers saves.
     stored = any(place.parameter.requires_grad for place in session.places) and not session.trained_outside()
-    if saves and not args.save_only_model and session.generations.period == 0 and stored:
+    if saves and not args.save_only_model and session.commit_log.period == 0 and stored:
         yield (
             "checkpoints need durable steps, and the model is updated in place: offload it with durability='step', or "
             "give save_strategy='no' or save_only_model=True"

@@ -21,16 +21,16 @@ import memascend
 from memascend.errors import CheckpointError, MemascendError
 from memascend.integrations.named_checkpoints import MANIFEST, forget, has_names, read_name, write_names
 from memascend.integrations.trainer_uploads import stores_left_out
-from memascend.offloading.api import find_offload
-from memascend.offloading.together import raising_on_all, told_by_first
 from memascend.optim import OffloadedOptimizer
+from memascend.ranks.rank_errors import broadcast_from_rank0, raise_on_all_ranks
+from memascend.session.api import find_offload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memascend.integrations.trainer_position import Position
-    from memascend.offloading.session import Session
     from memascend.ranks.group import Ranks
+    from memascend.session.session import Session
 
 _log = logging.getLogger("memascend")
 
@@ -78,7 +78,7 @@ class CheckpointsMixin:
         if self._weights_replaced and self._stored is not None:
             where = ", ".join(map(str, self._stored.paths))
             raise ValueError(
-                f"{where} holds a run after step {self._stored.generations.steps}, and its weights would be {used} "
+                f"{where} holds a run after step {self._stored.commit_log.steps}, and its weights would be {used} "
                 "instead of those of the model that was given. For the run's: give memascend.resume(store, "
                 "host_memory=...).model as the model; for the model's: give another output_dir, or store="
             )
@@ -91,7 +91,7 @@ class CheckpointsMixin:
         def find() -> str | None:
             return _tag_of(checkpoint) if has_names(checkpoint) else None
 
-        return told_by_first(self._ranks, "read a checkpoint", find)
+        return broadcast_from_rank0(self._ranks, "read a checkpoint", find)
 
     def _go_back(self, tag: str | None) -> None:
         """Take up a checkpoint of the store, or its last durable step."""
@@ -109,10 +109,10 @@ class CheckpointsMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         session = None if self.args.save_only_model else self._stored
-        with self._deleting_with_folders(trial), raising_on_all(self._ranks, "write a checkpoint", Exception):
+        with self._deleting_with_folders(trial), raise_on_all_ranks(self._ranks, "write a checkpoint", Exception):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         # The others have no directories to look for, if they are on other machines.
-        best = told_by_first(self._ranks, "tell the best checkpoint", lambda: self.state.best_model_checkpoint)
+        best = broadcast_from_rank0(self._ranks, "tell the best checkpoint", lambda: self.state.best_model_checkpoint)
         self.state.best_model_checkpoint = best
         if session is not None:
             self._position.finish()
@@ -127,9 +127,9 @@ class CheckpointsMixin:
         def find() -> list[str]:
             return sorted(_tags_in(self._get_output_dir(trial=trial)))
 
-        before = told_by_first(self._ranks, "look for checkpoints", find)
+        before = broadcast_from_rank0(self._ranks, "look for checkpoints", find)
         yield
-        forget(self.model, set(before).difference(told_by_first(self._ranks, "look for checkpoints", find)))
+        forget(self.model, set(before).difference(broadcast_from_rank0(self._ranks, "look for checkpoints", find)))
 
     def _finalize_training(self, trial: Any, *others: Any) -> Any:
         with self._deleting_with_folders(trial):
@@ -144,16 +144,16 @@ class CheckpointsMixin:
         ranks, first = self._ranks, self._ranks is None or self._ranks.rank == 0
         of_checkpoint = _internal_call and output_dir is not None  # without one, `push_to_hub` wants the model
         if of_checkpoint and not self.args.save_only_model and self._stored is not None:
-            with raising_on_all(ranks, "write a checkpoint", Exception):
+            with raise_on_all_ranks(ranks, "write a checkpoint", Exception):
                 if first:
                     self._write_names(Path(str(output_dir)), self._stored)
             return
         if ranks is not None:
             self._check_saves_itself()
-        with raising_on_all(ranks, "make the directory of the model", Exception):
+        with raise_on_all_ranks(ranks, "make the directory of the model", Exception):
             if ranks is not None and first:
                 os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
-        with raising_on_all(ranks, "save the model and what belongs to it", Exception):
+        with raise_on_all_ranks(ranks, "save the model and what belongs to it", Exception):
             if first:
                 super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             else:

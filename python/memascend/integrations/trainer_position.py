@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from memascend.durable.record import random_states, restore_random_states
-from memascend.offloading.api import find_offload
+from memascend.durability.record import random_states, restore_random_states
 from memascend.report.figures import Meter
 from memascend.report.figures import opening as opening_of
+from memascend.session.api import find_offload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ import transformers
 from torch import nn
 
 import memascend
-from memascend.durable.record import restore_random_states
+from memascend.durability.record import restore_random_states
 from memascend.errors import CheckpointError
 from memascend.integrations.trainer_arguments import (
     MemascendArguments,
@@ -39,10 +39,10 @@ from memascend.integrations.trainer_arguments import (
 from memascend.integrations.trainer_checkpoints import CheckpointsMixin
 from memascend.integrations.trainer_lines import PREFIX, figures_not_printed
 from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
-from memascend.offloading.api import find_offload, offload_of
 from memascend.optim import Apollo, OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
 from memascend.report.figures import figures_of_ranks
+from memascend.session.api import find_offload, offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,8 +121,8 @@ class TrainerMixin(CheckpointsMixin):
             if session is not None:
                 if args is not None:
                     check(args, session, own_optimizers)
-                self._run_found = Position.NAME in session.generations.waiting
-                optimizers = optimizers or list(session.generations.optimizers)
+                self._run_found = Position.NAME in session.commit_log.unclaimed_states
+                optimizers = optimizers or list(session.commit_log.optimizers)
                 is_named = (own_optimizers or (None,))[0] is None and (
                     type(self).get_optimizer_cls_and_kwargs is TrainerMixin.get_optimizer_cls_and_kwargs
                 )
@@ -234,7 +234,7 @@ class TrainerMixin(CheckpointsMixin):
             if self._run_found:
                 where = ", ".join(map(str, session.paths))
                 raise ValueError(
-                    f"{where} holds a run after step {session.generations.steps}: train(resume_from_checkpoint=True) "
+                    f"{where} holds a run after step {session.commit_log.steps}: train(resume_from_checkpoint=True) "
                     "goes on with it (--resume_from_checkpoint True of a script); keep_store='replace' (--keep_store "
                     "replace) deletes it and begins anew"
                 )
@@ -251,7 +251,7 @@ class TrainerMixin(CheckpointsMixin):
         self._run_found, self._weights_replaced, self._resuming = False, False, True
         try:
             with tempfile.TemporaryDirectory() as folder:
-                recorded = offload_of(self.model).generations.waiting[Position.NAME]
+                recorded = offload_of(self.model).commit_log.unclaimed_states[Position.NAME]
                 # The directory may be on another machine, and each process has its own log.
                 own = ranks is not None and ranks.rank > 0
                 yield self._position.write(folder, recorded) if own or checkpoint is None else checkpoint
@@ -298,7 +298,7 @@ class TrainerMixin(CheckpointsMixin):
 
         So the sum on every rank is rounded as in one process which takes the batches one after another.
         """
-        self._losses = ranks.collect("gather the losses of a batch", loss.detach().view(1)).view(-1) / ranks.size
+        self._losses = ranks.all_gather("gather the losses of a batch", loss.detach().view(1)).view(-1) / ranks.size
         for earlier in self._losses[:-1]:
             if self.args.logging_nan_inf_filter and not earlier.isfinite():
                 # As transformers does with the last.

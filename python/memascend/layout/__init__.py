@@ -5,6 +5,7 @@ whichever parameters the user freezes after loading, and a step can leave out an
 
 A store is divided over ranks tensor by tensor (`shards`, `division`), in equal shares at multiples of the gradient
 block, so that one rank computes each sum of squares and shares hold whole records of 8-bit states. In a unit's buffer
-the shares lie side by side, and a rank reads its own into its range. `Place.stored` says which elements of a parameter
-the store has. Rank 0 has a tensor of one block or a pack as a whole; the padding of the others is never updated.
+the shares lie side by side, and a rank reads its own into its range. `ParameterEntry.stored` says which elements of a
+parameter the store has. Rank 0 has a tensor of one block or a pack as a whole; the padding of the others is never
+updated.
 """

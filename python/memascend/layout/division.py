@@ -10,7 +10,7 @@ from memascend.layout.units import round_up
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from memascend.layout.units import Place, StoreTensor, Unit
+    from memascend.layout.units import ParameterEntry, StoreTensor, Unit
 
 #: Pieces of gradients begin at multiples of this many bytes, so that the kernels can read each where it arrives.
 ALIGN_BYTES = 8
@@ -35,13 +35,13 @@ def whole_range(tensor: StoreTensor) -> tuple[int, int]:
     return tensor.begin, shard.ranks * shard.elements * tensor.dtype.itemsize
 
 
-def part_of(place: Place, rank: int) -> tuple[int, int, int]:
+def part_of(place: ParameterEntry, rank: int) -> tuple[int, int, int]:
     """Return a rank's part of a parameter, as `Shard.part` does."""
     shard = place.tensor.shard
     assert shard is not None, "the tensors of a group are divided"
     return shard.part(place.start, place.numel, rank)
 
 
-def sent_bytes(place: Place, rank: int) -> int:
+def sent_bytes(place: ParameterEntry, rank: int) -> int:
     """Return the bytes of a gradient that are sent to a rank."""
     return round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES)

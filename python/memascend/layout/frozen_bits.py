@@ -17,7 +17,7 @@ from memascend.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from memascend.layout.units import Place, Unit
+    from memascend.layout.units import ParameterEntry, Unit
 
 
 def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
@@ -54,6 +54,6 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
             yield from (value for value in module._parameters.values() if value is not None and value.ndim == 3)
 
 
-def _can_be(place: Place) -> bool:
+def _can_be(place: ParameterEntry) -> bool:
     """Return whether the kernels dequantise a weight: to bfloat16, two numbers of four bits at a time."""
     return place.dtype == torch.bfloat16 and place.numel % 2 == 0

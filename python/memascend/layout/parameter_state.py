@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 class GradientState:
     """The gradient that memascend keeps of a parameter.
 
-    Written by the captures of `memascend.offloading` alone (`gradients`, `joining`, `early`).
+    Written by the captures of `memascend.gradients` alone.
     """
 
     #: The value of `parameter.grad` while memascend keeps the gradient: a new one for every gradient, and a stand-in
-    #: for it (`memascend.offloading.stand_ins`). Before the first gradient, a tensor that `parameter.grad` never is.
+    #: for it (`memascend.autograd.proxies`). Before the first gradient, a tensor that `parameter.grad` never is.
     marker: torch.Tensor
     #: Whether the backward pass has updated the parameter, ahead of `optimizer.step()`.
-    early: bool = False
+    updated_in_backward: bool = False
     #: Whether no backward pass may update the parameter: the program has used its gradient beside `optimizer.step()`
     #: (read, scaled or added to it, or it is the program's own tensor), or its weight within a backward pass.
-    awaits_step: bool = False
+    must_wait_for_step: bool = False
     #: Whether memascend keeps a gradient.
     held: bool = False
     #: The value that every element of the gradient was set to since (`zero_grad(set_to_none=False)`).
@@ -85,7 +85,7 @@ class OptimizerState:
 
     @property
     def owner(self) -> Any:
-        """The optimizer that has the states (`memascend.durable.protocols.Optimizer`); None without one."""
+        """The optimizer that has the states (`memascend.durability.protocols.Optimizer`); None without one."""
         return None if self._owner is None else self._owner()
 
 
@@ -93,7 +93,8 @@ class OptimizerState:
 class Binding:
     """The parameter as the model's modules have it.
 
-    Written by `memascend.offloading` alone; `memascend.residency` has it show and hide the values.
+    Written by `memascend.autograd` and `memascend.session` alone; `memascend.streaming` has it bind and unbind the
+    values.
     """
 
     parameter: nn.Parameter
@@ -103,28 +104,28 @@ class Binding:
     absent_class: type = nn.Parameter
     resident_class: type = nn.Parameter
     #: The parameter's version counter when its values came into memory.
-    shown_version: int = 0
+    bound_version: int = 0
     #: How often its values were replaced, by a step of the optimizer or by loading others: a graph made before the
     #: last time is out of date.
     version: int = 0
     #: How many graphs' nodes have saved it, by name.
     saved_names: int = 0
 
-    def show(self, values: torch.Tensor) -> None:
+    def bind(self, values: torch.Tensor) -> None:
         """Bind the parameter to its values, of its shape and dtype."""
         parameter = self.parameter
         # Neither class of an offloaded parameter has an ordinary `data`.
         parameter.__class__ = nn.Parameter
         parameter.data = values
         parameter.__class__ = self.resident_class
-        self.shown_version = parameter._version
+        self.bound_version = parameter._version
 
     @property
     def written(self) -> bool:
         """Whether the parameter, which shows its values, was written to since it began to show them."""
-        return self.parameter._version != self.shown_version
+        return self.parameter._version != self.bound_version
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         """Unbind the parameter: it stands for values that are on SSD."""
         parameter = self.parameter
         parameter.__class__ = nn.Parameter

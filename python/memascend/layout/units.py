@@ -31,8 +31,8 @@ PACK_ALIGN_ELEMENTS = 32
 #: Modules outside the repeated layers whose own parameters are smaller than this share one unit.
 SMALL_MODULE_BYTES = 1024 * 1024
 
-#: Within this context PyTorch dispatches to no tensor subclass: a stand-in for an absent parameter is its NaN.
-as_held = torch._C.DisableTorchFunctionSubclass
+#: Within this context PyTorch dispatches to no tensor subclass: a proxy for an absent parameter is its NaN.
+raw_tensor_access = torch._C.DisableTorchFunctionSubclass
 
 CPU = torch.device("cpu")
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -44,7 +44,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Place:
+class ParameterEntry:
     """Where one parameter lies: elements `start ..` of a store tensor. It never changes, but leads to what does."""
 
     name: str
@@ -99,11 +99,11 @@ class Place:
         """Return the parameter's values, of its shape and dtype, within its unit's bytes (uint8)."""
         return storage[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
-    def show(self, storage: torch.Tensor) -> None:
+    def bind(self, storage: torch.Tensor) -> None:
         """Bind the parameter to its values in its unit's bytes (uint8)."""
         # A view made in inference mode would not count writes.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            self.binding.show(self.view(storage))
+            self.binding.bind(self.view(storage))
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class StoreTensor:
     gradient_outside: bool = False
     offset: int = 0
     numel: int = 0
-    places: list[Place] = field(default_factory=list)
+    places: list[ParameterEntry] = field(default_factory=list)
     gradient: int | None = None
     #: The number of the weights in the store, if they are there.
     id: TensorId | None = None
@@ -194,12 +194,12 @@ class Unit:
     #: The bits that some of its weights are quantised to as the model is opened, and which weights. All of the unit is
     #: then in a file beside the store (`layout.frozen_bits`).
     bits: int | None = None
-    quantised: Set[Place] = frozenset()
+    quantised: Set[ParameterEntry] = frozenset()
     #: Of frozen weights that are not on the store: the pieces that each is read from, one behind the other: file,
     #: offset there, length in bytes here, and how the file has it, where that is quantised.
-    sources: dict[Place, Sequence[tuple[ExternalFile, int, int, Packing | None]]] = field(default_factory=dict)
+    sources: dict[ParameterEntry, Sequence[tuple[ExternalFile, int, int, Packing | None]]] = field(default_factory=dict)
     #: Of weights that are quantised in the model's own files: the bytes that each takes there with its scales.
-    published: dict[Place, int] = field(default_factory=dict)
+    published: dict[ParameterEntry, int] = field(default_factory=dict)
 
     @property
     def stored_nbytes(self) -> int:
@@ -244,7 +244,7 @@ class Unit:
         return found
 
     @property
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ParameterEntry]:
         """The places of all parameters, in the order of their bytes."""
         return (place for tensor in self.tensors for place in tensor.places)
 
@@ -287,7 +287,7 @@ def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch
             pack.numel = round_up(start + numel, PACK_ALIGN_ELEMENTS)
         absent = absent_like(parameter.shape, dtype, device)
         state = Binding(parameter, absent), GradientState(absent), OptimizerState()
-        place = Place(name, parameter.shape, dtype, numel, tensor, start, *state)
+        place = ParameterEntry(name, parameter.shape, dtype, numel, tensor, start, *state)
         tensor.places.append(place)
     unit.tensors.extend(packs)
     _assign_offsets(unit)

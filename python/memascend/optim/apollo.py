@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import StepScalars
-from memascend.durable import exact_json
+from memascend.durability import exact_json
 from memascend.errors import MemascendError
-from memascend.optim import projected
+from memascend.optim import apollo_moments
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.options import check_betas, check_from_zero, check_learning_rate
 from memascend.optim.rules import rule_for
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from memascend._memascend import Projection, Rule
-    from memascend.durable.protocols import Session
-    from memascend.optim.home import Home
-    from memascend.optim.room import Room
-    from memascend.residency.updates import Measured, Segment
+    from memascend.durability.protocols import Session
+    from memascend.optim.state_allocation import StateAllocation
+    from memascend.optim.state_backend import StateBackend
+    from memascend.streaming.updates import Measured, Segment
 
 
 #: Options on which the factors of channels depend, beside the options of the step's constants.
@@ -106,7 +106,9 @@ class Apollo(OffloadedOptimizer):
         super()._prepare(groups)
         for group in groups:
             if group["rank"] is not None:
-                projected.note_memory((self._homes.of(parameter) for parameter in group["params"]), int(group["rank"]))
+                apollo_moments.note_memory(
+                    (self._backends.of(parameter) for parameter in group["params"]), int(group["rank"])
+                )
 
     # ---- the algorithm ---------------------------------------------------------------------------
 
@@ -137,19 +139,19 @@ class Apollo(OffloadedOptimizer):
             seed=seed,
         )
 
-    def _ask(self, group: dict[str, Any], home: Home, room: Room) -> None:
+    def _request(self, group: dict[str, Any], backend: StateBackend, room: StateAllocation) -> None:
         if group["rank"] is not None:
-            projected.ask(home, int(group["rank"]), room)
+            apollo_moments.request(backend, int(group["rank"]), room)
 
-    def _find_factors(self, group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
+    def _find_factors(self, group: dict[str, Any], backend: StateBackend, segment: Segment, grad_scale: float) -> None:
         if group["rank"] is None:
             return
         with self._failing():
-            projected.find_factors(group, home, segment, grad_scale)
+            apollo_moments.find_factors(group, backend, segment, grad_scale)
 
-    def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
+    def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]) -> None:
         with self._failing():
-            projected.find_joined_factors(work)
+            apollo_moments.find_joined_factors(work)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -168,12 +170,12 @@ class Apollo(OffloadedOptimizer):
         group = next((group for group in self.param_groups if any(p is parameter for p in group["params"])), None)
         if group is None or group["rank"] is None:
             return None
-        return projected.projection_of(group, self._homes.of(parameter))
+        return apollo_moments.projection_of(group, self._backends.of(parameter))
 
-    def measured_early(self, parameter: nn.Parameter, projection: Projection, address: int) -> Measured | None:
-        """Return the source of the factors of an update of `early_segment`; see `OffloadedOptimizer`."""
+    def measured_in_backward(self, parameter: nn.Parameter, projection: Projection, address: int) -> Measured | None:
+        """Return the source of the factors of an update of `backward_segment`; see `OffloadedOptimizer`."""
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
-        return projected.measured(group, self._homes.of(parameter), projection, address)
+        return apollo_moments.measured(group, self._backends.of(parameter), projection, address)
 
     def _step(self) -> None:
         self._check_failed()
@@ -188,22 +190,24 @@ class Apollo(OffloadedOptimizer):
 
     # ---- saved states ----------------------------------------------------------------------------
 
-    def _read(self, group: dict[str, Any], home: Home) -> dict[str, Any]:
-        states = super()._read(group, home)
-        return states if group["rank"] is None else states | projected.read(home, int(group["rank"]))
+    def _read(self, group: dict[str, Any], backend: StateBackend) -> dict[str, Any]:
+        states = super()._read(group, backend)
+        return states if group["rank"] is None else states | apollo_moments.read(backend, int(group["rank"]))
 
     def _check_saved(self, group: dict[str, Any], parameter: nn.Parameter, saved: dict[str, Any]) -> None:
         if group["rank"] is None:
             super()._check_saved(group, parameter, saved)
             return
-        rest = {name: value for name, value in saved.items() if name not in projected.NAMES}
+        rest = {name: value for name, value in saved.items() if name not in apollo_moments.NAMES}
         super()._check_saved(group, parameter, rest)
-        projected.check_saved(parameter, int(group["rank"]), saved)
+        apollo_moments.check_saved(parameter, int(group["rank"]), saved)
 
-    def _load_states(self, group: dict[str, Any], home: Home, rule: Rule, saved: dict[str, Any], steps: int) -> None:
-        super()._load_states(group, home, rule, saved, steps)
+    def _load_states(
+        self, group: dict[str, Any], backend: StateBackend, rule: Rule, saved: dict[str, Any], steps: int
+    ) -> None:
+        super()._load_states(group, backend, rule, saved, steps)
         if group["rank"] is not None:
-            projected.load(home, int(group["rank"]), saved)
+            apollo_moments.load(backend, int(group["rank"]), saved)
 
     def describe(self, session: Session) -> dict[str, Any]:
         """Return the optimizer's record for a store; see `OffloadedOptimizer.describe`."""
@@ -215,9 +219,9 @@ class Apollo(OffloadedOptimizer):
         }
         return super().describe(session) | {"norms": exact_json.encode(norms, "the norms of steps")}
 
-    def take_up(self, described: dict[str, Any]) -> None:
-        """Go on as the optimizer that `describe` described; see `OffloadedOptimizer.take_up`."""
-        super().take_up(described)
+    def restore(self, described: dict[str, Any]) -> None:
+        """Go on as the optimizer that `describe` described; see `OffloadedOptimizer.restore`."""
+        super().restore(described)
         for group, described_group in zip(self.param_groups, described["groups"], strict=True):
             for parameter, name in zip(group["params"], described_group["params"], strict=True):
                 if name in described["norms"]:

@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from memascend.common.interrupts import uninterrupted
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.layout.units import as_held
-from memascend.offloading.over_ranks import compare_states
-from memascend.offloading.places import ranks_of
+from memascend.layout.registry import ranks_of
+from memascend.layout.units import raw_tensor_access
 from memascend.optim import record
-from memascend.optim.early import EarlySteps
-from memascend.optim.factors import GradientFactors
-from memascend.optim.homes import Homes
-from memascend.optim.own_store import OwnStores
-from memascend.optim.room import Room
+from memascend.optim.gradient_scaling import GradientFactors
+from memascend.optim.in_backward import BackwardSteps
 from memascend.optim.rules import Algorithm, rule_for
+from memascend.optim.state_allocation import StateAllocation
+from memascend.optim.state_backends import StateBackends
+from memascend.optim.state_store import OptimizerStateStores
 from memascend.optim.states import check_saved, saved_steps
 from memascend.optim.step import NONFINITE, Step
 from memascend.options import tuning_of
+from memascend.session.rank_checks import compare_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from memascend._memascend import Projection, Rule, Runtime, StepScalars
-    from memascend.durable.protocols import Session
-    from memascend.layout.units import Place
-    from memascend.optim.home import Home
+    from memascend.durability.protocols import Session
+    from memascend.layout.units import ParameterEntry
+    from memascend.optim.state_backend import StateBackend
     from memascend.options import StorePaths
-    from memascend.residency.updates import Measured, Segment
+    from memascend.streaming.updates import Measured, Segment
 
 #: Seeds of stochastic rounding are below this: they are the upper half of a 64-bit seed.
 _SEEDS = 1 << 32
@@ -74,7 +74,7 @@ class OffloadedOptimizer(Optimizer):
     `step` consumes gradients kept on SSD: call `zero_grad` before the next backward pass, which else is refused.
     """
 
-    #: Tells `memascend.offloading.stand_ins` that steps do not read parameters in memory.
+    #: Tells `memascend.autograd.proxies` that steps do not read parameters in memory.
     updates_on_store = True
     #: Options that `load_state_dict` leaves as they are.
     own_options: tuple[str, ...] = ("params", "param_names", "states", "master")
@@ -101,7 +101,7 @@ class OffloadedOptimizer(Optimizer):
                 raise ValueError(f"{name}=True is not supported: updates run outside of autograd and CUDA graphs")
         if defaults.get("fused") and defaults.get("foreach"):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._begin(None if store is None else OwnStores(store, host_memory, tuning))
+        self._begin(None if store is None else OptimizerStateStores(store, host_memory, tuning))
         #: The policy for a step whose gradients are not all finite; may be changed at any time.
         self.nonfinite = nonfinite
         defaults |= {"states": states, "master": bool(master), "seed": int(seed)}
@@ -109,11 +109,11 @@ class OffloadedOptimizer(Optimizer):
         self._built = True
         self._prepare(self.param_groups)
 
-    def _begin(self, own_stores: OwnStores | None) -> None:
+    def _begin(self, state_stores: OptimizerStateStores | None) -> None:
         """Set the attributes that come before the parameters, for a new optimizer as for a copy."""
-        self._homes = Homes(self, own_stores)
+        self._backends = StateBackends(self, state_stores)
         self._factors = GradientFactors()
-        self._early_steps = EarlySteps(self._homes)
+        self._backward_steps = BackwardSteps(self._backends)
         self._built = False
         self._closed = False
         #: Steps left out for a gradient that was not finite, with `nonfinite="skip"`.
@@ -122,7 +122,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. Raises TypeError if states are on SSD."""
-        if self._homes.on_drives:
+        if self._backends.on_drives:
             raise TypeError(f"{type(self).__name__} has states on SSD and cannot be copied: use state_dict()")
         return super().__getstate__() | {"nonfinite": self.nonfinite, "skipped_steps": self.skipped_steps}
 
@@ -146,16 +146,16 @@ class OffloadedOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def _ask(self, group: dict[str, Any], home: Home, room: Room) -> None:
+    def _request(self, group: dict[str, Any], backend: StateBackend, room: StateAllocation) -> None:
         """Ask for room for states of the algorithm beside the planes of a parameter's rule."""
 
-    def _find_factors(self, group: dict[str, Any], home: Home, segment: Segment, grad_scale: float) -> None:
+    def _find_factors(self, group: dict[str, Any], backend: StateBackend, segment: Segment, grad_scale: float) -> None:
         """Give an update its factors, which depend on the whole gradient, multiplied by `grad_scale`.
 
         This is a part of the step: nothing is refused any more.
         """
 
-    def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], Home, Segment, float]]) -> None:
+    def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]) -> None:
         """Find the factors of several updates together, where a store is divided over ranks; see `_find_factors`."""
 
     def _factor_options(self, group: dict[str, Any]) -> Any:
@@ -169,14 +169,14 @@ class OffloadedOptimizer(Optimizer):
 
     def last_rule_of(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> Rule:
         """Return the kernels and states of the parameter's last step, or of the next one if it is the first."""
-        return self._homes.rules.get(parameter) or self.rule_of(group, parameter)
+        return self._backends.rules.get(parameter) or self.rule_of(group, parameter)
 
     # ---- parameter groups ------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in PyTorch, and make room for its states."""
         super().add_param_group(param_group)
-        numbers = dict(self._homes.numbers)
+        numbers = dict(self._backends.numbers)
         try:
             group = self.param_groups[-1]
             group["states"] = str(group["states"]).removeprefix("torch.")
@@ -184,28 +184,28 @@ class OffloadedOptimizer(Optimizer):
                 raise ValueError(f"Invalid seed: {group['seed']}: it must be from 0 to below 2^32")
             if self._built:
                 self._prepare([group])
-                self._early_steps.forget()
+                self._backward_steps.forget()
         except BaseException:
             self.param_groups.pop()
-            self._homes.numbers = numbers
+            self._backends.numbers = numbers
             raise
 
     def _prepare(self, groups: Iterable[dict[str, Any]]) -> None:
         """Number the parameters and make room for the states of those that are trained."""
-        room = Room()
+        room = StateAllocation()
         for group in groups:
             for parameter in group["params"]:
-                self._homes.numbers.setdefault(parameter, len(self._homes.numbers))
+                self._backends.numbers.setdefault(parameter, len(self._backends.numbers))
                 # Room for the states of a frozen parameter is made when it has a gradient.
                 if parameter.requires_grad:
-                    home = self._homes.of(parameter)
-                    home.check()
-                    home.prepare(self.rule_of(group, parameter), room)
-                    self._ask(group, home, room)
-        self._homes.make(room)
+                    backend = self._backends.of(parameter)
+                    backend.check()
+                    backend.prepare(self.rule_of(group, parameter), room)
+                    self._request(group, backend, room)
+        self._backends.make(room)
 
     def _with_gradient(self) -> Iterable[tuple[dict[str, Any], torch.nn.Parameter]]:
-        for session in self._homes.sessions:
+        for session in self._backends.sessions:
             if not session.closed:
                 session.gradients.complete()
         for group in self.param_groups:
@@ -213,15 +213,15 @@ class OffloadedOptimizer(Optimizer):
                 if parameter.grad is not None:
                     yield group, parameter
 
-    def _homes_with_gradient(self) -> list[Home]:
-        return [self._homes.of(parameter) for _, parameter in self._with_gradient()]
+    def _homes_with_gradient(self) -> list[StateBackend]:
+        return [self._backends.of(parameter) for _, parameter in self._with_gradient()]
 
     # ---- step ------------------------------------------------------------------------------------
 
     def unscaled_by_torch(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients `torch.amp.GradScaler` can unscale in place."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return [parameter for parameter in parameters if not self._homes.of(parameter).unscaled_by_update]
+        return [parameter for parameter in parameters if not self._backends.of(parameter).unscaled_by_update]
 
     def unscale_in_step(self, inv_scale: float) -> bool:
         """Have the next `step` multiply all other gradients by `inv_scale`, in fp32.
@@ -229,9 +229,9 @@ class OffloadedOptimizer(Optimizer):
         Returns whether one of them is not finite. `memascend.GradScaler` calls this. `clip_grad_norm_` takes the factor
         into account, `step` and `zero_grad` forget it, and a new gradient does not have it.
         """
-        with self._turn("unscaling gradients"), as_held():
-            homes = [home for home in self._homes_with_gradient() if home.unscaled_by_update]
-            return self._factors.unscale(homes, inv_scale, self._homes.gradient_stats)
+        with self._turn("unscaling gradients"), raw_tensor_access():
+            backends = [backend for backend in self._homes_with_gradient() if backend.unscaled_by_update]
+            return self._factors.unscale(backends, inv_scale, self._backends.gradient_stats)
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their 2-norm is at most `max_norm`, in the next `step`.
@@ -239,9 +239,9 @@ class OffloadedOptimizer(Optimizer):
         Returns the norm before (0-dim float32): the square root of a fixed-order sum of squares in fp64, the
         same for offloaded and ordinary parameters. Not finite when a gradient overflowed.
         """
-        with self._turn("clip_grad_norm_"), as_held():
-            homes = self._homes_with_gradient()
-            norm = self._factors.clip(homes, max_norm, error_if_nonfinite, self._homes.gradient_stats)
+        with self._turn("clip_grad_norm_"), raw_tensor_access():
+            backends = self._homes_with_gradient()
+            norm = self._factors.clip(backends, max_norm, error_if_nonfinite, self._backends.gradient_stats)
         return torch.tensor(norm, dtype=torch.float32)
 
     @torch.no_grad()
@@ -256,14 +256,14 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._turn("optimizer.step"), span("optimizer step"), as_held():
+        with self._turn("optimizer.step"), span("optimizer step"), raw_tensor_access():
             self._step()
         return loss
 
     def _turn(self, use: str) -> ExitStack:
         """Begin a use of the offloaded models, by this thread alone, until the end of a `with` block."""
         turns = ExitStack()
-        for session in self._homes.sessions:
+        for session in self._backends.sessions:
             if not session.closed:
                 turns.enter_context(session.turns.take(use))
         return turns
@@ -272,7 +272,7 @@ class OffloadedOptimizer(Optimizer):
         if self._closed:
             raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
         step = Step(
-            self._homes, self._factors, self._algorithms, self._with_gradient(), self._early_steps, self.nonfinite
+            self._backends, self._factors, self._algorithms, self._with_gradient(), self._backward_steps, self.nonfinite
         )
         if step.left_out():
             self.skipped_steps += 1
@@ -282,14 +282,14 @@ class OffloadedOptimizer(Optimizer):
         with uninterrupted():
             step.carry_out(schedule)
             if step.takes_any:
-                self._early_steps.look_up(self.param_groups)
+                self._backward_steps.look_up(self.param_groups)
 
     @property
     def _algorithms(self) -> Algorithm:
         return Algorithm(
             self.rule_of,
             self._scalars,
-            self._ask,
+            self._request,
             self._find_factors,
             self._find_joined_factors,
             self._factor_options,
@@ -299,52 +299,54 @@ class OffloadedOptimizer(Optimizer):
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""
         return None
 
-    def early_segment(self, parameter: torch.nn.Parameter, addresses: tuple[int, int] | None) -> Segment | None:
+    def backward_segment(self, parameter: torch.nn.Parameter, addresses: tuple[int, int] | None) -> Segment | None:
         """Return the parameter's next update, of weights and a gradient at `addresses`; None if it waits for `step`.
 
         Without addresses, the update is given weights and gradient piece by piece.
         """
         if self._closed or self.nonfinite != "propagate":
             return None
-        return self._early_steps.segment(self._algorithms, parameter, addresses)
+        return self._backward_steps.segment(self._algorithms, parameter, addresses)
 
-    def prepare_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
-        """Complete an update that `early_segment` gave, which is about to be started."""
-        self._early_steps.prepare(self._algorithms, parameter, segment)
+    def prepare_in_backward(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
+        """Complete an update that `backward_segment` gave, which is about to be started."""
+        self._backward_steps.prepare(self._algorithms, parameter, segment)
 
-    def measured_early(self, parameter: torch.nn.Parameter, projection: Projection, address: int) -> Measured | None:
-        """Return the source of the factors of an update of `early_segment`; it replaces `prepare_early`.
+    def measured_in_backward(
+        self, parameter: torch.nn.Parameter, projection: Projection, address: int
+    ) -> Measured | None:
+        """Return the source of the factors of an update of `backward_segment`; it replaces `prepare_in_backward`.
 
         A device measures the gradient as `projection_of` says; the numbers are at `address` there.
         """
         return None
 
-    def took_early(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
-        """Note that the backward pass has started the update that `early_segment` gave."""
-        self._early_steps.take(self._algorithms, parameter, segment)
+    def applied_in_backward(self, parameter: torch.nn.Parameter, segment: Segment) -> None:
+        """Note that the backward pass has started the update that `backward_segment` gave."""
+        self._backward_steps.take(self._algorithms, parameter, segment)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients, those kept on SSD too.
 
         Raises MemascendError, before anything has changed, where the backward pass has applied one already.
         """
-        self._early_steps.check_complete([])
-        with self._turn("zero_grad"), as_held():
-            for home in self._homes_with_gradient():
-                home.clear_gradient(set_to_none)
+        self._backward_steps.check_complete([])
+        with self._turn("zero_grad"), raw_tensor_access():
+            for backend in self._homes_with_gradient():
+                backend.clear_gradient(set_to_none)
         self._factors.clear()
-        with as_held() if set_to_none else nullcontext():
+        with raw_tensor_access() if set_to_none else nullcontext():
             super().zero_grad(set_to_none)
 
     def flush(self) -> None:
         """Apply deferred updates now, and wait until they are on the store's drives."""
-        self._homes.flush()
+        self._backends.flush()
 
     # ---- saved states ----------------------------------------------------------------------------
 
-    def location(self, parameter: torch.nn.Parameter) -> tuple[Runtime, Place] | None:
+    def location(self, parameter: torch.nn.Parameter) -> tuple[Runtime, ParameterEntry] | None:
         """Return the store that keeps a parameter's states and its place there; None for states in memory."""
-        return self._homes.of(parameter).location
+        return self._backends.of(parameter).location
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states in PyTorch's format, for `torch.save` or the optimizer of the same name in `torch.optim`.
@@ -364,26 +366,28 @@ class OffloadedOptimizer(Optimizer):
         shown: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group in self.param_groups:
             for parameter in group["params"]:
-                home = self._homes.of(parameter)
-                if home.has_stepped:
-                    shown[parameter] = self._read(group, home)
+                backend = self._backends.of(parameter)
+                if backend.has_stepped:
+                    shown[parameter] = self._read(group, backend)
         self.state = shown
         try:
             return super().state_dict()
         finally:
             self.state = own_state
 
-    def _read(self, group: dict[str, Any], home: Home) -> dict[str, Any]:
+    def _read(self, group: dict[str, Any], backend: StateBackend) -> dict[str, Any]:
         """Return the states of one parameter as `state_dict` shows them."""
-        return home.read(self.last_rule_of(group, home.parameter))
+        return backend.read(self.last_rule_of(group, backend.parameter))
 
     def _check_saved(self, group: dict[str, Any], parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
         """Raise ValueError unless everything in a parameter's saved states can be loaded."""
         check_saved(parameter, saved)
 
-    def _load_states(self, group: dict[str, Any], home: Home, rule: Rule, saved: dict[str, Any], steps: int) -> None:
+    def _load_states(
+        self, group: dict[str, Any], backend: StateBackend, rule: Rule, saved: dict[str, Any], steps: int
+    ) -> None:
         """Take over saved states, for which there is room."""
-        home.load(rule, saved, steps)
+        backend.load(rule, saved, steps)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -415,27 +419,27 @@ class OffloadedOptimizer(Optimizer):
         for group, saved in zip(groups, saved_groups, strict=True):
             options = {name: value for name, value in saved.items() if name not in self.own_options}
             group.update(copy.deepcopy(options))
-        self._early_steps.forget()
+        self._backward_steps.forget()
         for group, parameter, states in saved_states:
             self._load(group, parameter, states)
-        for session in self._homes.sessions:
-            session.generations.changed()
+        for session in self._backends.sessions:
+            session.commit_log.changed()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _load(self, group: dict[str, Any], parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
         """Replace the states of one parameter. Without saved ones it begins anew with its next gradient."""
         self.state.pop(parameter, None)
-        self._homes.rules.pop(parameter, None)
-        home, rule = self._homes.of(parameter), self.rule_of(group, parameter)
-        home.restart(rule)
+        self._backends.rules.pop(parameter, None)
+        backend, rule = self._backends.of(parameter), self.rule_of(group, parameter)
+        backend.restart(rule)
         steps = saved_steps(saved)
         if steps:
-            room = Room()
-            home.prepare(rule, room)
-            self._ask(group, home, room)
-            self._homes.make(room)
-            self._load_states(group, home, rule, saved, steps)
+            room = StateAllocation()
+            backend.prepare(rule, room)
+            self._request(group, backend, room)
+            self._backends.make(room)
+            self._load_states(group, backend, rule, saved, steps)
 
     # ---- durable steps ---------------------------------------------------------------------------
 
@@ -453,23 +457,23 @@ class OffloadedOptimizer(Optimizer):
                 f"{type(self).__name__} also trains parameters that are not of the offloaded model, so that a step of "
                 "all of them cannot be made durable in its store: use an optimizer for each, or durability='none'"
             )
-        described = record.describe(self, self._homes, session)
+        described = record.describe(self, self._backends, session)
         return described | {"nonfinite": self.nonfinite, "skipped_steps": self.skipped_steps}
 
-    def take_up(self, described: dict[str, Any]) -> None:
+    def restore(self, described: dict[str, Any]) -> None:
         """Go on as the optimizer that `describe` described, over the same parameters; their states are in place."""
         self.skipped_steps = described["skipped_steps"]
-        record.take_up(self, self._homes, described)
+        record.restore(self, self._backends, described)
 
     def save_checkpoint(self, tag: str, *, keep_last: int | None = None) -> None:
         """Keep the present state under a name; see `memascend.save_checkpoint`."""
-        if len(self._homes.sessions) != 1:
+        if len(self._backends.sessions) != 1:
             raise MemascendError("save_checkpoint is for an optimizer of one offloaded model: use state_dict()")
-        self._homes.sessions[0].save_checkpoint(tag, keep_last)
+        self._backends.sessions[0].save_checkpoint(tag, keep_last)
 
     def close(self, failed: bool = False) -> None:
         """Remove the store of ordinary parameters' states, if there is one."""
-        own_stores = self._homes.own_stores
-        if own_stores is not None:
-            self._closed = self._closed or own_stores.any_made
-            own_stores.close()
+        state_stores = self._backends.state_stores
+        if state_stores is not None:
+            self._closed = self._closed or state_stores.any_made
+            state_stores.close()

@@ -15,8 +15,8 @@ import torch
 
 from memascend._memascend import gradient_stats
 from memascend.errors import HostMemoryError
+from memascend.hardware.pinned import empty_pinned
 from memascend.layout.units import DTYPE_NAMES, round_up
-from memascend.machine.pinned import empty_pinned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

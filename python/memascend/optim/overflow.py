@@ -11,15 +11,15 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memascend._memascend import check_overflow
+from memascend.autograd.proxies import is_proxy, kept_gradient
 from memascend.errors import MemascendError
 from memascend.kernels import launcher
-from memascend.offloading.places import finish_gradient, place_of
-from memascend.offloading.stand_ins import is_stand_in, kept_gradient
+from memascend.layout.registry import finish_gradient, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from memascend.layout.units import Place
+    from memascend.layout.units import ParameterEntry
 
 __all__ = ["Overflow", "check"]
 
@@ -191,14 +191,14 @@ class _InMemory:
         return non_finite, dict(zip((index for index, _ in self.on_cpu), sums, strict=True)) if norm else {}
 
 
-def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
+def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, ParameterEntry]:
     """Return, by index, the places of gradients that an offloaded model keeps.
 
     Raises ValueError for a tensor that stands for weights that are not in memory.
     """
-    places: dict[int, Place] = {}
+    places: dict[int, ParameterEntry] = {}
     for index, tensor in enumerate(tensors):
-        if not is_stand_in(tensor):
+        if not is_proxy(tensor):
             continue
         try:
             kept = kept_gradient(tensor)
@@ -221,14 +221,14 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ("cpu", "cuda")
 
 
-def _refuse_any(tensors: Sequence[torch.Tensor], offloaded: dict[int, Place], unscale: bool) -> None:
+def _refuse_any(tensors: Sequence[torch.Tensor], offloaded: dict[int, ParameterEntry], unscale: bool) -> None:
     for index, tensor in enumerate(tensors):
         _refuse(index, tensor, offloaded.get(index), unscale)
     if unscale:
         _refuse_overlaps(tensors)
 
 
-def _refuse(index: int, tensor: torch.Tensor, place: Place | None, unscale: bool) -> None:
+def _refuse(index: int, tensor: torch.Tensor, place: ParameterEntry | None, unscale: bool) -> None:
     def refuse(reason: str) -> None:
         raise ValueError(f"tensors[{index}] {reason}")
 

@@ -6,27 +6,27 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import Rule
-from memascend.durable import exact_json
+from memascend.durability import exact_json
 from memascend.errors import CheckpointError
 from memascend.layout.parameter_state import StoreMoments
-from memascend.layout.units import StorePlane, as_held
-from memascend.optim.on_model import OnModel
-from memascend.optim.room import Room
+from memascend.layout.units import StorePlane, raw_tensor_access
+from memascend.optim.offloaded_state import OffloadedState
+from memascend.optim.state_allocation import StateAllocation
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from memascend.durable.protocols import Session
-    from memascend.optim.home import Home
-    from memascend.optim.homes import Homes
+    from memascend.durability.protocols import Session
+    from memascend.optim.state_backend import StateBackend
+    from memascend.optim.state_backends import StateBackends
 
 
 def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
     """Return the parameters without elements of the model that `session` offloads, by name: they have no place."""
     model = session.model()
     named = () if model is None else model.named_parameters()
-    with as_held():
+    with raw_tensor_access():
         return {name: parameter for name, parameter in named if parameter.numel() == 0}
 
 
@@ -37,7 +37,7 @@ def trains_only(optimizer: Optimizer, session: Session) -> bool:
     return all(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"])
 
 
-def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, Any]:
+def describe(optimizer: Optimizer, backends: StateBackends, session: Session) -> dict[str, Any]:
     """Return the options, step counts and rules of an optimizer, by the names of parameters."""
     places = {id(place.parameter): place for place in session.places}
     empty_names = {id(parameter): name for name, parameter in empty_parameters(session).items()}
@@ -48,8 +48,8 @@ def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, 
             place = places.get(id(parameter))
             name = empty_names[id(parameter)] if place is None else place.name
             names.append(name)
-            numbers[name] = homes.numbers[parameter]
-            rule, state = homes.rules.get(parameter), optimizer.state.get(parameter, {})
+            numbers[name] = backends.numbers[parameter]
+            rule, state = backends.rules.get(parameter), optimizer.state.get(parameter, {})
             if rule is None or "step" not in state:
                 continue
             if place is None:
@@ -68,37 +68,37 @@ def describe(optimizer: Optimizer, homes: Homes, session: Session) -> dict[str, 
     }
 
 
-def take_up(optimizer: Optimizer, homes: Homes, described: dict[str, Any]) -> None:
+def restore(optimizer: Optimizer, backends: StateBackends, described: dict[str, Any]) -> None:
     """Have a new optimizer go on as the one that was described; the store has the states of its parameters."""
     optimizer.defaults.update(described["defaults"])
-    homes.numbers.clear()
+    backends.numbers.clear()
     empty = described.get("empty", {})
     for group, described_group in zip(optimizer.param_groups, described["groups"], strict=True):
         for parameter, name in zip(group["params"], described_group["params"], strict=True):
-            home = homes.of(parameter)
-            homes.numbers[parameter] = described["numbers"][name]
-            if not isinstance(home, OnModel):
+            backend = backends.of(parameter)
+            backends.numbers[parameter] = described["numbers"][name]
+            if not isinstance(backend, OffloadedState):
                 if name in empty:
-                    _take_up_empty(optimizer, home, *empty[name])
+                    _restore_empty(optimizer, backend, *empty[name])
                 continue
-            place = home.place
-            home.session.generations.join(homes.optimizer)
+            place = backend.place
+            backend.session.commit_log.join(backends.optimizer)
             if place.name not in described["states"]:
                 continue
             step, arguments, made = described["states"][place.name]
             rule = Rule(*arguments)
-            homes.rules[parameter] = rule
+            backends.rules[parameter] = rule
             place.states.claim(optimizer, rule)
             place.states.made = {plane for plane in rule.planes if plane.name in made}
-            home.note_step(step)
+            backend.note_step(step)
 
 
-def _take_up_empty(optimizer: Optimizer, home: Home, step: int, arguments: list[Any]) -> None:
+def _restore_empty(optimizer: Optimizer, backend: StateBackend, step: int, arguments: list[Any]) -> None:
     """Give a parameter without elements its count of steps, and states without elements."""
     rule = Rule(*arguments)
-    home.homes.rules[home.parameter] = rule
-    optimizer.state[home.parameter] = {"step": step}
-    home.prepare_step(rule, Room())
+    backend.backends.rules[backend.parameter] = rule
+    optimizer.state[backend.parameter] = {"step": step}
+    backend.prepare_step(rule, StateAllocation())
 
 
 def find_states(session: Session, record: dict[str, Any]) -> None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import StepScalars
-    from memascend.optim.home import Home
-    from memascend.optim.room import Room
-    from memascend.residency.updates import Segment
+    from memascend.optim.state_allocation import StateAllocation
+    from memascend.optim.state_backend import StateBackend
+    from memascend.streaming.updates import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,13 @@ class Algorithm:
     rule: Callable[[dict[str, Any], nn.Parameter], Rule]
     #: `scalars(group, step, begins, grad_scale, seed)`: the constants of step number `step`.
     scalars: Callable[[dict[str, Any], int, bool, float, int], StepScalars]
-    #: `ask(group, home, room)`: ask for room for the algorithm's states beside the rule's planes.
-    ask: Callable[[dict[str, Any], Home, Room], None]
-    #: `find_factors(group, home, segment, grad_scale)`: give an update its factors, which depend on the whole gradient.
-    find_factors: Callable[[dict[str, Any], Home, Segment, float], None]
+    #: `ask(group, backend, room)`: ask for room for the algorithm's states beside the rule's planes.
+    request: Callable[[dict[str, Any], StateBackend, StateAllocation], None]
+    #: `find_factors(group, backend, segment, grad_scale)`: give an update its factors, which depend on the whole
+    #: gradient.
+    find_factors: Callable[[dict[str, Any], StateBackend, Segment, float], None]
     #: `find_joined_factors(work)`: the same for several parameters of a store that is divided over ranks.
-    find_joined_factors: Callable[[Sequence[tuple[dict[str, Any], Home, Segment, float]]], None]
+    find_joined_factors: Callable[[Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]], None]
     #: `factor_options(group)`: the options that `find_factors` reads.
     factor_options: Callable[[dict[str, Any]], Any]
 

@@ -9,15 +9,15 @@ import torch
 
 from memascend._memascend import step_host
 from memascend.optim.host_copies import HostCopies, Operands, write_back
-from memascend.residency.updates import Update
+from memascend.streaming.updates import Update
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memascend.layout.units import Place, StoreTensor, Unit
-    from memascend.offloading.session import Session
-    from memascend.optim.own_store import StatesStore
-    from memascend.residency.updates import Segment
+    from memascend.layout.units import ParameterEntry, StoreTensor, Unit
+    from memascend.optim.state_store import OptimizerStateStore
+    from memascend.session.session import Session
+    from memascend.streaming.updates import Segment
 
 
 class Schedule:
@@ -33,17 +33,19 @@ class Schedule:
         self.first: list[Callable[[], None]] = []
         #: Also for units without a share in a rank's store: the rank takes the step as the others do.
         self._deferred: defaultdict[Session, dict[Unit, dict[StoreTensor, Update]]] = defaultdict(dict)
-        self._on_stores: defaultdict[StatesStore, dict[StoreTensor, Update]] = defaultdict(dict)
+        self._on_stores: defaultdict[OptimizerStateStore, dict[StoreTensor, Update]] = defaultdict(dict)
         self._store_operands: list[Operands] = []
         self._in_memory: list[tuple[Segment, list[torch.Tensor], Operands]] = []
 
-    def add_deferred(self, session: Session, place: Place, segment: Segment) -> None:
+    def add_deferred(self, session: Session, place: ParameterEntry, segment: Segment) -> None:
         """Add the update of a parameter of an offloaded model, or of none of its elements."""
         updates = self._deferred[session].setdefault(place.tensor.unit, {})
         if segment.numel:
             _add_segment(updates, place, segment, captured=True)
 
-    def add_on_store(self, store: StatesStore, place: Place, segment: Segment, operands: Operands) -> None:
+    def add_on_store(
+        self, store: OptimizerStateStore, place: ParameterEntry, segment: Segment, operands: Operands
+    ) -> None:
         """Add the update of an ordinary parameter whose states are on a store of the optimizer's own."""
         _add_segment(self._on_stores[store], place, segment, captured=False)
         self._store_operands.append(operands)
@@ -60,11 +62,11 @@ class Schedule:
         """The offloaded models that the step trains."""
         return list(self._deferred)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the units that change from host memory. Raises MemascendError if one of them is in use."""
         for session, units in self._deferred.items():
             for unit in units:
-                session.streamer.let_go(unit)
+                session.streamer.release(unit)
 
     def defer(self) -> None:
         """Hand the updates of offloaded models to the fetches that will carry them out."""
@@ -100,7 +102,7 @@ def _update(segment: Segment, states: list[torch.Tensor], operands: Operands) ->
     )
 
 
-def _add_segment(updates: dict[StoreTensor, Update], place: Place, segment: Segment, captured: bool) -> None:
+def _add_segment(updates: dict[StoreTensor, Update], place: ParameterEntry, segment: Segment, captured: bool) -> None:
     """Add one parameter's part to the update of its tensor."""
     update = updates.get(place.tensor)
     if update is None:

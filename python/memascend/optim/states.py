@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.offloading.places import ranks_of
+from memascend.layout.registry import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memascend._memascend import Plane, Rule, Runtime
-    from memascend.layout.units import Place
+    from memascend.layout.units import ParameterEntry
 
 
 def read_states(
-    parameter: torch.nn.Parameter, rule: Rule, state: dict[str, Any], location: tuple[Runtime, Place] | None
+    parameter: torch.nn.Parameter, rule: Rule, state: dict[str, Any], location: tuple[Runtime, ParameterEntry] | None
 ) -> dict[str, Any]:
     """Return the entry of one parameter in `state_dict`: `step`, and a tensor for each of its states.
 
@@ -32,7 +32,7 @@ def read_states(
 
 
 def read_state(
-    parameter: torch.nn.Parameter, plane: Plane, state: dict[str, Any], location: tuple[Runtime, Place] | None
+    parameter: torch.nn.Parameter, plane: Plane, state: dict[str, Any], location: tuple[Runtime, ParameterEntry] | None
 ) -> torch.Tensor:
     """Return one state of one parameter as `state_dict` shows it."""
     if location is not None:
@@ -44,7 +44,7 @@ def read_state(
     return value
 
 
-def _read(runtime: Runtime, place: Place, plane: Plane) -> torch.Tensor:
+def _read(runtime: Runtime, place: ParameterEntry, plane: Plane) -> torch.Tensor:
     tensor, shard = place.tensor, place.tensor.shard
     dtype, share = shown_dtype(plane), tensor.numel
     numel = share if shard is None else share * shard.ranks
@@ -76,7 +76,7 @@ class UnreadStates(dict[str, torch.Tensor]):
 
 
 def load_states(
-    parameter: torch.nn.Parameter, rule: Rule, saved: dict[str, Any], location: tuple[Runtime, Place] | None
+    parameter: torch.nn.Parameter, rule: Rule, saved: dict[str, Any], location: tuple[Runtime, ParameterEntry] | None
 ) -> dict[str, torch.Tensor]:
     """Write the saved states of one parameter to its store, or return them if its states are in memory.
 
@@ -123,7 +123,7 @@ def check_saved(parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
     saved_steps(saved)  # raises ValueError if `step` is not a number
 
 
-def _write(runtime: Runtime, place: Place, plane: Plane, value: torch.Tensor) -> None:
+def _write(runtime: Runtime, place: ParameterEntry, plane: Plane, value: torch.Tensor) -> None:
     tensor = place.tensor
     store_plane = tensor.planes[plane]
     first, start, count = place.stored

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.layout.units import as_held
-from memascend.optim.room import Room
+from memascend.layout.units import raw_tensor_access
 from memascend.optim.schedule import Schedule
+from memascend.optim.state_allocation import StateAllocation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import Rule, StepScalars
-    from memascend.optim.early import EarlySteps
-    from memascend.optim.factors import GradientFactors
-    from memascend.optim.home import Home
-    from memascend.optim.homes import Homes
-    from memascend.optim.on_model import OnModel
+    from memascend.optim.gradient_scaling import GradientFactors
+    from memascend.optim.in_backward import BackwardSteps
+    from memascend.optim.offloaded_state import OffloadedState
     from memascend.optim.rules import Algorithm
-    from memascend.residency.updates import Segment
+    from memascend.optim.state_backend import StateBackend
+    from memascend.optim.state_backends import StateBackends
+    from memascend.streaming.updates import Segment
 
 #: Gradients that are in work together where factors depend on the whole gradient: one is read or written while
 #: another is computed.
@@ -43,7 +43,7 @@ class Part:
     """One parameter in a step."""
 
     group: dict[str, Any]
-    home: Home
+    backend: StateBackend
     rule: Rule
 
 
@@ -56,38 +56,38 @@ class Step:
 
     def __init__(
         self,
-        homes: Homes,
+        backends: StateBackends,
         factors: GradientFactors,
         algorithm: Algorithm,
         with_gradient: Iterable[tuple[dict[str, Any], nn.Parameter]],
-        early: EarlySteps,
+        in_backward: BackwardSteps,
         nonfinite: str,
     ) -> None:
         """Check every parameter and complete its gradient. `nonfinite` is one of `NONFINITE`."""
-        self._homes = homes
+        self._backends = backends
         self._factors = factors
         self._algorithm = algorithm
-        self._early = early
+        self._in_backward = in_backward
         self._nonfinite = nonfinite
         self._parts: list[Part] = []
         #: The arguments of `Algorithm.find_joined_factors`.
-        self._joined: list[tuple[dict[str, Any], Home, Segment, float]] = []
+        self._joined: list[tuple[dict[str, Any], StateBackend, Segment, float]] = []
         #: Parameters whose states the program has given up since their last step, and the rules that they begin with.
-        self._reset: list[tuple[Home, Rule]] = []
+        self._reset: list[tuple[StateBackend, Rule]] = []
         #: Parameters that the backward pass has updated.
-        self._ahead: list[OnModel] = []
+        self._ahead: list[OffloadedState] = []
         for group, parameter in with_gradient:
-            home = homes.of(parameter)
-            if (ahead := early.confirm(algorithm, group, home, nonfinite)) is not None:
+            backend = backends.of(parameter)
+            if (ahead := in_backward.confirm(algorithm, group, backend, nonfinite)) is not None:
                 self._ahead.append(ahead)
                 continue
-            home.take_gradient()
+            backend.take_gradient()
             rule = algorithm.rule(group, parameter)
-            if home.was_reset(rule):
-                self._reset.append((home, rule))
-            home.check_rule(rule)
-            self._parts.append(Part(group, home, rule))
-        early.check_complete(self._ahead)
+            if backend.was_reset(rule):
+                self._reset.append((backend, rule))
+            backend.check_rule(rule)
+            self._parts.append(Part(group, backend, rule))
+        in_backward.check_complete(self._ahead)
 
     @property
     def takes_any(self) -> bool:
@@ -98,14 +98,14 @@ class Step:
         """Return whether the policy leaves the step out. Raises MemascendError if the policy is to raise."""
         if self._nonfinite == "propagate":
             return False
-        homes = [part.home for part in self._parts]
-        stats = self._homes.gradient_stats(homes)
-        home = next((home for home, (_, non_finite) in zip(homes, stats, strict=True) if non_finite), None)
-        if home is None:
+        backends = [part.backend for part in self._parts]
+        stats = self._backends.gradient_stats(backends)
+        backend = next((backend for backend, (_, non_finite) in zip(backends, stats, strict=True) if non_finite), None)
+        if backend is None:
             return False
         if self._nonfinite == "raise":
             raise MemascendError(
-                f"the gradient of {home.name} is not finite, and the optimizer's policy is nonfinite='raise': "
+                f"the gradient of {backend.name} is not finite, and the optimizer's policy is nonfinite='raise': "
                 "nothing has changed; zero_grad() discards the gradients"
             )
         return True
@@ -113,44 +113,44 @@ class Step:
     def plan(self) -> Schedule:
         """Make the room that the step takes and return its updates."""
         schedule = Schedule()
-        for session in {part.home.session for part in self._parts}:
+        for session in {part.backend.session for part in self._parts}:
             if session is not None:
-                session.generations.settle(self._homes.optimizer)
-        for home, rule in self._reset:
-            home.restart(rule)
-            self._homes.rules.pop(home.parameter, None)
-        room = Room()
+                session.commit_log.wait_committed(self._backends.optimizer)
+        for backend, rule in self._reset:
+            backend.restart(rule)
+            self._backends.rules.pop(backend.parameter, None)
+        room = StateAllocation()
         for part in self._parts:
-            part.home.prepare_step(part.rule, room)
-            self._algorithm.ask(part.group, part.home, room)
-        self._homes.make(room)
+            part.backend.prepare_step(part.rule, room)
+            self._algorithm.request(part.group, part.backend, room)
+        self._backends.make(room)
         for part in self._parts:
-            part.home.take_in(part.rule)
+            part.backend.take_in(part.rule)
         whole = self._algorithm.factor_options
-        self._homes.bring((part.home, whole(part.group) is not None) for part in self._parts)
+        self._backends.bring((part.backend, whole(part.group) is not None) for part in self._parts)
         for part in self._parts:
             self._add_work(part, schedule)
-        schedule.let_go()
+        schedule.release()
         return schedule
 
     def _add_work(self, part: Part, schedule: Schedule) -> None:
-        group, home = part.group, part.home
-        seed = self._homes.seed(group, home.parameter)
-        factor = self._factors.of(home)
+        group, backend = part.group, part.backend
+        seed = self._backends.seed(group, backend.parameter)
+        factor = self._factors.of(backend)
 
         def scalars(step: int, begins: bool) -> StepScalars:
             return self._algorithm.scalars(group, step, begins, factor, seed)
 
-        segment = home.work(part.rule, scalars, schedule)
+        segment = backend.work(part.rule, scalars, schedule)
 
         def find_factors() -> None:
-            with as_held():
-                self._algorithm.find_factors(group, home, segment, factor)
+            with raw_tensor_access():
+                self._algorithm.find_factors(group, backend, segment, factor)
 
         if self._algorithm.factor_options(group) is None:
             return
-        if home.session is not None and home.session.membership is not None:
-            self._joined.append((group, home, segment, factor))
+        if backend.session is not None and backend.session.membership is not None:
+            self._joined.append((group, backend, segment, factor))
         else:
             schedule.first.append(find_factors)
 
@@ -164,12 +164,12 @@ class Step:
                 for done in [pool.submit(find_factors) for find_factors in schedule.first]:
                     done.result()
         if self._joined:
-            with span("find factors"), as_held():
+            with span("find factors"), raw_tensor_access():
                 self._algorithm.find_joined_factors(self._joined)
         schedule.defer()
         for part in self._parts:
-            part.home.count(part.rule)
+            part.backend.count(part.rule)
         self._factors.clear()
-        schedule.run(self._homes.copies)
-        for session in dict.fromkeys([*self._early.confirmed(self._ahead), *schedule.sessions]):
-            session.stepped(self._homes.optimizer)
+        schedule.run(self._backends.copies)
+        for session in dict.fromkeys([*self._in_backward.confirmed(self._ahead), *schedule.sessions]):
+            session.stepped(self._backends.optimizer)

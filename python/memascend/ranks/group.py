@@ -115,7 +115,7 @@ class Ranks:
 
     # ---- collectives ------------------------------------------------------------------------------------
 
-    def meet(self, action: str) -> None:
+    def barrier(self, action: str) -> None:
         """Wait for all ranks, which have to be about to do the same.
 
         Raises RankError on every rank, with the next collective of each, where they differ; and where a rank does not
@@ -133,19 +133,19 @@ class Ranks:
                 f"{self._lost}. Every rank has to run the same passes, steps and reads of weights, in the same order"
             )
 
-    def collect(self, action: str, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, action: str, values: torch.Tensor) -> torch.Tensor:
         """Return the values of every rank, (ranks, n); this rank's are `values`, (n,) of any dtype."""
-        self.meet(action)
+        self.barrier(action)
         return self._all_gather(values, action)
 
-    def texts(self, action: str, text: str) -> list[str]:
+    def all_gather_object(self, action: str, text: str) -> list[str]:
         """Return a text of every rank."""
-        self.meet(action)
+        self.barrier(action)
         return self._texts(text)
 
     def gather(self, action: str, wholes: Sequence[torch.Tensor]) -> None:
         """Complete tensors (uint8, (ranks x n,)) in place; each rank has its own n bytes."""
-        self.meet(action)
+        self.barrier(action)
         for whole in wholes:
             count = len(whole) // self.size
             target = _unheld(whole)
@@ -157,7 +157,7 @@ class Ranks:
                 raise
             self.sent_bytes += count * (self.size - 1)
 
-    def exchange(self, action: str, sent: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, action: str, sent: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
         """Return the bytes that all ranks have for this one, in their order.
 
         Args:
@@ -174,7 +174,7 @@ class Ranks:
         self.sent_bytes += len(sent) - counts[self.rank]
         return received
 
-    def leave(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Tell the other ranks that this one has given up, so that they need not wait for the group's timeout."""
         if self._lost is None:
             self._lost = f"rank {self.rank} has given up: {reason}"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import memascend
 from memascend.forecast.report import memory_part
-from memascend.offloading.api import find_offload, offload_of
 from memascend.report.counters import RANK_FIGURES, SSD_COUNTERS, VOLUME_COUNTERS
+from memascend.session.api import find_offload, offload_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -129,7 +129,7 @@ def figures_of_ranks(model: nn.Module, figures: dict[str, Any]) -> list[list[Any
     if session is None or session.membership is None:
         return []
     mine = json.dumps([figures[name] for name in RANK_FIGURES])
-    return [json.loads(text) for text in session.membership.ranks.texts("log a step", mine)]
+    return [json.loads(text) for text in session.membership.ranks.all_gather_object("log a step", mine)]
 
 
 def _rounded(value: float) -> float:

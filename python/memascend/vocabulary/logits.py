@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.common.graphs import outside_of_graphs
 from memascend.errors import MemascendError
-from memascend.machine.cuda import autocast, is_autocast
+from memascend.hardware.cuda import autocast, is_autocast
+from memascend.vocabulary.chunked_loss import Recipe
 from memascend.vocabulary.gradient import LinearSource, gradient_of
+from memascend.vocabulary.logit_transforms import Convert, Divide, Multiply, Step, Tanh
 from memascend.vocabulary.loss import check_version, differentiable_once, loss_in_pieces, product_dtype
-from memascend.vocabulary.pieces import Recipe
-from memascend.vocabulary.steps import Convert, Divide, Multiply, Step, Tanh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

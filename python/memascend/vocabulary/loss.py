@@ -2,7 +2,8 @@
 
 The table is read once forward and once backward, block by block in order. Four products are made where PyTorch makes
 three: the logits twice, the gradient of the hidden states (in the forward pass) and of the weights, which is a
-`TableGradient`: each of its blocks is made when it is asked for. See `memascend.vocabulary.pieces` for the arithmetic.
+`TableGradient`: each of its blocks is made when it is asked for. See `memascend.vocabulary.chunked_loss` for the
+arithmetic.
 
 Distance of results from PyTorch's cross entropy on whole logits:
 - float32: losses within 1e-6 of the largest, gradients within 1e-5 of the largest element.
@@ -22,11 +23,11 @@ import torch
 from torch.nn import functional as F
 
 from memascend.errors import MemascendError
-from memascend.machine.cuda import is_autocast
+from memascend.hardware.cuda import is_autocast
+from memascend.vocabulary.chunked_loss import HeadSource, Losses, Recipe, Tokens, read_losses
 from memascend.vocabulary.gradient import gradient_of
 from memascend.vocabulary.known import on_host
-from memascend.vocabulary.pieces import HeadSource, Losses, Recipe, Tokens, read_losses
-from memascend.vocabulary.steps import dtype_after, steps_of
+from memascend.vocabulary.logit_transforms import dtype_after, steps_of
 from memascend.vocabulary.tables import MemoryTable, table_of
 
 if TYPE_CHECKING:

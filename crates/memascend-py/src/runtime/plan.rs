@@ -45,7 +45,7 @@ pub(super) struct StorePlan {
     pub(super) resume: bool,
 }
 
-/// The content of the arena: a `memascend.plan.arena.Arena`, which describes each number.
+/// The content of the arena: a `memascend.memory_plan.arena.Arena`, which describes each number.
 #[derive(FromPyObject)]
 pub(super) struct MemoryPlan {
     pub(super) units: Vec<PlanLine>,

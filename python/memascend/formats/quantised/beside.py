@@ -27,16 +27,16 @@ from memascend.formats.quantised.quantising import NF4, dynamic_code, quantise_s
 from memascend.formats.quantised.tensors import PIECE_ELEMENTS
 from memascend.layout.bits import BLOCK, NESTED_BLOCK, parts_of
 from memascend.layout.units import round_up
-from memascend.offloading.frozen_bits import Quantising
+from memascend.session.frozen_bits import Quantising
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from memascend.layout.units import Place, Unit
-    from memascend.offloading.session import Session
+    from memascend.layout.units import ParameterEntry, Unit
+    from memascend.session.session import Session
 
     #: Fills a tensor of one dimension with the elements of a weight, as the model has them, from a number on.
-    Read = Callable[[Place, torch.Tensor, int], None]
+    Read = Callable[[ParameterEntry, torch.Tensor, int], None]
 
 
 #: Bytes that are read again at once, for their checksums.
@@ -61,7 +61,7 @@ class _File:
     directory: Path
     end: int = 0
     sums: bytearray = field(default_factory=bytearray)
-    written: dict[Place, _Written] = field(default_factory=dict)
+    written: dict[ParameterEntry, _Written] = field(default_factory=dict)
 
     def write(self, values: torch.Tensor, position: int) -> None:
         """Write the bytes of a contiguous tensor to `position`."""
@@ -154,7 +154,7 @@ def _write(file: _File, unit: Unit, read: Read) -> None:
     file.finish(begin, end)
 
 
-def _quantise(file: _File, place: Place, bits: int, written: _Written, read: Read) -> None:
+def _quantise(file: _File, place: ParameterEntry, bits: int, written: _Written, read: Read) -> None:
     """Write a weight that is quantised to `bits`."""
     scales = []
     try:
@@ -175,7 +175,7 @@ def _quantise(file: _File, place: Place, bits: int, written: _Written, read: Rea
     written.offset = nested.offset
 
 
-def _pieces(place: Place, read: Read) -> Iterator[tuple[int, torch.Tensor]]:
+def _pieces(place: ParameterEntry, read: Read) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the values of a weight in pieces of whole blocks, each with the number of its first element."""
     buffer = torch.empty(min(PIECE_ELEMENTS, place.numel), dtype=place.dtype)
     for first in range(0, place.numel, PIECE_ELEMENTS):
@@ -184,7 +184,7 @@ def _pieces(place: Place, read: Read) -> Iterator[tuple[int, torch.Tensor]]:
         yield first, values
 
 
-def _source(place: Place, at: _Written, file: ExternalFile) -> tuple[ExternalFile, int, int, Packing | None]:
+def _source(place: ParameterEntry, at: _Written, file: ExternalFile) -> tuple[ExternalFile, int, int, Packing | None]:
     """Return the source of a weight as `Unit.sources` has it."""
     packing = None
     if place.bits == 8:

@@ -1,0 +1,1 @@
+"""Parameters and gradients as autograd and PyTorch's functions see them: proxies, dispatch, recomputation."""

@@ -1,0 +1,169 @@
+"""Models that answer: a model directory, a store or adapters, looked at first and then opened within a budget."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import memascend
+from memascend.cli.answers.room import Room
+from memascend.cli.errors import note
+from memascend.cli.hub import model_directory
+from memascend.common.outputs import workspace
+from memascend.common.sizes import format_size
+from memascend.errors import BudgetError, CheckpointError, DataError
+from memascend.formats.adapters import add_as_in, is_adapter, load_adapters, model_of
+from memascend.formats.config import checkpoint_dtype, load_config
+from memascend.formats.side_files import has_tokenizer
+from memascend.formats.transformers_models import config_of_record
+from memascend.formats.weights import empty_model_of
+from memascend.hardware.drives import cache_directory
+from memascend.layout.bits import COMPUTED_IN
+from memascend.layout.experts import adapted_experts
+from memascend.recovery.resume import read_record
+from memascend.session.api import offload_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from memascend.options import Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that answers, not opened yet."""
+
+    #: The volumes of a store, or one directory of a model.
+    paths: tuple[Path, ...]
+    config: Any
+    #: Where the weights are, to be timed.
+    weights: Path
+    #: Where the tokenizer is; None for a model over bytes.
+    tokenizer: Path | None
+    adapter: Path | None = None
+    is_store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a source is opened. No bit depends on `store` and `experts`."""
+
+    #: Where a copy goes of weights that cannot be read from the model's own files; None is the cache directory.
+    store: Path | None = None
+    #: As in `memascend.offload`; None is "whole" where the budget allows it, else "pieces".
+    experts: Experts | None = None
+    #: Quantise the linear weights of a model directory; see `memascend.from_pretrained` on `frozen_bits`.
+    base_bits: int | None = None
+
+
+def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
+    """Look at a source: a model directory, the id of a model of the hub, adapters, or a store's volumes.
+
+    Args:
+        tokenizer: a directory whose tokenizer is taken instead.
+
+    Raises CheckpointError for a source without a causal language model, StoreError for one that is no store either.
+    """
+    first = paths[0]
+    if tokenizer is not None and not has_tokenizer(tokenizer):
+        raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
+    if is_adapter(first):
+        model = model_of(first, note)
+        texts = tokenizer or (first if has_tokenizer(first) else model)
+        return _directory(model, texts, adapter=first)
+    if (first / "config.json").is_file() or not first.exists():
+        model = model_directory(first)
+        if model.is_dir():
+            return _directory(model, tokenizer or model)
+    record = read_record(list(paths))["model"]
+    made_from = record.get("directory")
+    if tokenizer is None and made_from is not None and has_tokenizer(Path(made_from)):
+        tokenizer = Path(made_from)
+    if tokenizer is None:
+        note("the store does not know where its tokenizer is: text is taken as bytes, unless --tokenizer DIR is given")
+    return Source(tuple(paths), config_of_record(record), first, tokenizer, is_store=True)
+
+
+def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> Source:
+    config = load_config(model)
+    return Source((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
+
+
+@contextmanager
+def opened(source: Source, room: Room, how: Opening) -> Iterator[Any]:
+    """Open the model of `source` within the memory of `room`, and yield it; nothing of `source` changes.
+
+    Weights are read from the model's own files where these can be read as they are and the budget allows it; else from
+    a copy, which is removed.
+
+    Raises DataError where the model cannot be opened as `how` says; BudgetError, StoreError and CheckpointError as
+    `memascend.from_pretrained` and `memascend.resume` do.
+    """
+    with ExitStack() as stack:
+        try:
+            model = _opened(source, room.host_memory, how, stack)
+        except BudgetError as error:
+            raise BudgetError(
+                f"{error}; {format_size(room.cache)} more of --host-memory are for keys and values",
+                error.smallest_bytes + room.cache,
+            ) from error
+        stack.callback(offload_of(model).close, failed=True)  # Keeps a store as it is.
+        if source.adapter is not None:
+            model = load_adapters(model, source.adapter, trained=False)
+        model.eval()
+        yield model
+
+
+def _opened(source: Source, host_memory: int | str, how: Opening, stack: ExitStack) -> Any:
+    if source.is_store:
+        if how.base_bits is not None:
+            raise DataError("--base-bits is of a model directory or adapters: leave it out for a store")
+        # Its experts were trained or frozen as a part of the run.
+        options: dict[str, Any] = {"host_memory": host_memory, "durability": "none", "experts": how.experts or "whole"}
+        return memascend.resume(list(source.paths), **options).model
+    folder = how.store or cache_directory()
+    folder.mkdir(parents=True, exist_ok=True)
+    work = stack.enter_context(workspace(folder / "answers", replaces=True))
+    return _from_directory(source, work / "store", host_memory, how)
+
+
+def _from_directory(source: Source, store: Path, host_memory: int | str, how: Opening) -> Any:
+    opening = partial(memascend.from_pretrained, source.paths[0], store=store, host_memory=host_memory)
+    if how.base_bits is not None:
+        experts = how.experts or "whole"
+        return opening(dtype=COMPUTED_IN, frozen="store", frozen_bits=how.base_bits, experts=experts)
+    opening = partial(opening, dtype="auto")
+    if how.experts == "pieces":
+        _check_pieces(source)
+        return opening(frozen="store", experts="pieces")
+    try:
+        return opening(frozen="files")
+    except (CheckpointError, BudgetError):  # Tensors that are converted, or a vocabulary that is too large to be whole.
+        pass
+    try:
+        return opening(frozen="store")
+    except BudgetError as error:
+        if how.experts == "whole":
+            raise
+        with suppress(DataError):  # It has no such experts.
+            _check_pieces(source)
+            model = opening(frozen="store", experts="pieces")
+            note("experts are read one by one (--experts pieces), since a layer with all of them does not fit")
+            return model
+        raise error from None
+
+
+def _check_pieces(source: Source) -> None:
+    """Raise DataError where adapters are on experts that are to be read one by one."""
+    if source.adapter is None:
+        return
+    directory = source.paths[0]
+    empty = empty_model_of(source.config, directory, checkpoint_dtype(directory, source.config))
+    if adapted_experts(add_as_in(source.adapter, empty, trained=False, low_cpu_mem_usage=True)):
+        raise DataError(
+            f"{source.adapter} has adapters on all experts of a layer at once, and --experts pieces reads them one by "
+            "one: leave it out, or merge the adapters (memascend merge)"
+        )

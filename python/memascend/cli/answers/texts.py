@@ -1,0 +1,95 @@
+"""Prompts to token ids, and tokens to text, for a model with a tokenizer or one over bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.data import ByteTokenizer
+from memascend.errors import DataError, first_line
+from memascend.formats.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+#: A text, or the messages of a conversation so far.
+Prompt = str | list[dict[str, Any]]
+
+
+class Texts:
+    """The input and output of a model, as text."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """Take the tokenizer in `directory`; None is one token for each byte."""
+        self._bytes = ByteTokenizer() if directory is None else None
+        self._tokenizer = None if directory is None else load_tokenizer(directory)
+        #: Whether prompts can be turns of a conversation.
+        self.chats = self._tokenizer is not None and bool(self._tokenizer.chat_template)
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text, as far as the tokenizer says."""
+        end = self._tokenizer.eos_token_id if self._bytes is None else self._bytes.end_of_document  # type: ignore[union-attr]
+        return [] if end is None else [end]
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt: of a text as it is, of messages with the beginning of the model's turn.
+
+        Raises DataError for messages that cannot be rendered.
+        """
+        if isinstance(prompt, str):
+            if self._bytes is not None:
+                return list(self._bytes.encode(prompt))
+            return list(self._tokenizer(prompt)["input_ids"])  # type: ignore[misc]
+        if not self.chats:
+            raise DataError("a prompt has messages, but the model's tokenizer has no chat template: give texts")
+        try:
+            applied = self._tokenizer.apply_chat_template(  # type: ignore[union-attr]
+                prompt, add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # templates raise errors of any kind
+            raise DataError(f"the chat template cannot render a prompt: {first_line(error)}") from error
+        return list(applied["input_ids"])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of some tokens, without those that have a meaning of their own."""
+        if self._bytes is not None:
+            return self._bytes.decode(ids)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)  # type: ignore[union-attr]
+
+
+def read_prompts(path: Path, *, as_messages: bool) -> list[Prompt]:
+    """Return the prompts of a file: its lines, or in a .jsonl file `prompt` or `messages` of each record.
+
+    Args:
+        path: the file; "-" is standard input.
+        as_messages: whether a text is a user's turn in a conversation, instead of one that the model continues.
+
+    Raises DataError for a file that cannot be read, or has no prompts.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompts {path} cannot be read as text: {first_line(error)}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise DataError(f"--prompts {path} holds no prompts: write one a line")
+    prompts: list[Prompt] = [line for _, line in lines]
+    if path.suffix == ".jsonl":
+        prompts = [_of_record(path, number, line) for number, line in lines]
+    if not as_messages:
+        return prompts
+    return [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+
+
+def _of_record(path: Path, number: int, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+        found = record if isinstance(record, str) else record.get("messages", record.get("prompt"))
+    except (ValueError, AttributeError):
+        found = None
+    if isinstance(found, str) or (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+        return found
+    raise DataError(f'--prompts {path}, line {number}: neither {{"prompt": "..."}} nor {{"messages": [...]}}')

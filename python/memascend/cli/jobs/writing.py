@@ -1,0 +1,62 @@
+"""`memascend export`, `merge` and `reshard`: the contents of a store or of a directory of adapters in another form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memascend.cli.arguments.values import QUANTISED
+from memascend.cli.console import quiet_libraries
+from memascend.cli.errors import note
+from memascend.errors import DataError
+from memascend.formats.adapters import is_adapter
+from memascend.formats.gguf import FILE_NAME, MODELFILE_NAME
+from memascend.recovery import export as exports
+from memascend.recovery import reshard as divisions
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def export(chosen: argparse.Namespace) -> int:
+    """Write a model in another format."""
+    if chosen.tokenizer is not None and chosen.format == "distributed":
+        raise DataError("--tokenizer is for a model directory: leave it out with --format distributed")
+    if chosen.dtype == QUANTISED and chosen.format != "gguf":
+        raise DataError(f"--dtype {QUANTISED} is for a file of llama.cpp: give --format gguf too")
+    quiet_libraries()
+    how = exports.Export(
+        layout=chosen.format,
+        dtype=chosen.dtype,
+        host_memory=chosen.host_memory,
+        tokenizer=chosen.tokenizer,
+        tell=note,
+    )
+    print(f"wrote {chosen.out}: {exports.export(chosen.store, chosen.out, how)}")
+    if chosen.format == "gguf":
+        print(f"run it with `llama-cli -m {chosen.out / FILE_NAME}`, or give it to Ollama:")
+        print(f"  ollama create {chosen.out.name} -f {chosen.out / MODELFILE_NAME}")
+    return 0
+
+
+def merge(chosen: argparse.Namespace) -> int:
+    """Write the model of some adapters with these merged."""
+    if not is_adapter(chosen.adapter):
+        raise DataError(f"{chosen.adapter} holds no adapters (adapter_config.json): `memascend export` writes models")
+    quiet_libraries()
+    how = exports.Export(
+        layout="huggingface",
+        dtype=chosen.dtype,
+        host_memory=chosen.host_memory,
+        tokenizer=chosen.tokenizer,
+        tell=note,
+    )
+    print(f"wrote {chosen.out}: {exports.export([chosen.adapter], chosen.out, how)}")
+    return 0
+
+
+def reshard(chosen: argparse.Namespace) -> int:
+    """Write stores for another number of processes."""
+    steps = divisions.reshard(chosen.store, chosen.to if len(chosen.to) > 1 else chosen.to[0], ranks=chosen.ranks)
+    processes = "1 process" if chosen.ranks == 1 else f"{chosen.ranks} processes"
+    print(f"wrote {', '.join(map(str, chosen.to))}: the run after step {steps}, for {processes}")
+    return 0

@@ -1,0 +1,77 @@
+"""The rows that a recipe is trained on, read by `datasets`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.cli.data.hub import HubData
+from memascend.errors import DataError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memascend.cli.recipes.tasks import Task
+
+_READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+def load_rows(flag: str, paths: Sequence[Path], task: Task) -> Any:
+    """Return the rows of all files as one `datasets.Dataset`, with the task's columns alone.
+
+    Raises DataError that names the file and the columns it lacks.
+    """
+    import datasets
+
+    parts = []
+    for path in paths:
+        rows = _read(flag, path)
+        lacking = [name for name in task.columns if name not in rows.column_names]
+        if lacking:
+            raise DataError(
+                f"{flag} {path} has no column {' and no '.join(lacking)}: --task {task.name} takes rows with "
+                f"{', '.join(task.columns)}{' and, if given, ' + ', '.join(task.others) if task.others else ''}; these "
+                f"have {', '.join(rows.column_names)}"
+            )
+        wanted = [name for name in rows.column_names if name in task.columns + task.others]
+        parts.append(rows.select_columns(wanted))
+    rows = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    if not len(rows):
+        raise DataError(f"{flag} has no rows")
+    return rows
+
+
+def _read(flag: str, path: Path) -> Any:
+    import datasets
+
+    try:
+        if path.is_dir():
+            return _one_split(flag, path, datasets.load_from_disk(str(path)))
+        if path.exists():
+            reader = _READERS.get(path.suffix.lower())
+            if reader is None:
+                raise DataError(f"{flag} {path} is none of {', '.join(_READERS)}, which hold rows with columns")
+            options = {"delimiter": "\t"} if path.suffix.lower() == ".tsv" else {}
+            return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+        if (hub := HubData.of(str(path))) is not None:
+            return datasets.load_dataset(hub.name, hub.configuration, split=hub.split)
+    except DataError:
+        raise
+    except Exception as error:  # of the file's contents, the hub, or the network
+        raise DataError(f"{flag} {path} cannot be read: {first_line(error)}") from error
+    raise DataError(f"{flag} {path}: no such file or directory, and no data set of the hub is called so")
+
+
+def _one_split(flag: str, path: Path, found: Any) -> Any:
+    if hasattr(found, "column_names") and isinstance(found.column_names, dict):
+        raise DataError(f"{flag} {path} holds the splits {', '.join(found)}: give the directory of one of them")
+    return found
+
+
+def divided(rows: Any, fraction: float, seed: int) -> tuple[Any, Any]:
+    """Return the rows to train on, and a fraction that is held out. Raises DataError where either has none."""
+    try:
+        parts = rows.train_test_split(test_size=fraction, seed=seed)
+    except ValueError as error:
+        raise DataError(f"--eval {fraction} of {len(rows)} rows: {first_line(error)}") from error
+    return parts["train"], parts["test"]

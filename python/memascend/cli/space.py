@@ -1,0 +1,99 @@
+"""The room on the drives that a run takes, compared with the free room before anything is read or written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memascend.common.sizes import format_size
+from memascend.errors import DataError
+from memascend.forecast.traffic import ssd_space
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from memascend.cli.settings import Settings
+    from memascend.forecast.traffic import Workload
+    from memascend.layout.units import Unit
+
+
+def kept_generations(settings: Settings) -> int:
+    """Return how many generations the store keeps beside the last steps': the best model, and checkpoints."""
+    best = 1 if settings.evaluation and not settings.lora_rank else 0
+    return best + (settings.keep_last or 1 if settings.save_every else 0)
+
+
+def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Workload) -> None:
+    """Raise DataError where the drives have no room for weights and states, or for generations beside the last steps'.
+
+    Without the latter the run may do: what it says of it would come at the first evaluation, hours later. Only
+    directories of a new store are looked at.
+    """
+    kept = kept_generations(settings)
+    folders = _folders(settings.store)
+    free = _free_in(folders)
+    if settings.resume or settings.replace_store or free is None:
+        return
+    alone = ssd_space(units, config, work)
+    where = f"{', '.join(map(str, folders))} has {format_size(free)} free"
+    needed = ssd_space(units, config, replace(work, kept=kept)).total()
+    # Without room for durable steps a run without --durability does without them, and keeps nothing in the store.
+    keeps = kept and work.period and (settings.durability != "auto" or free >= alone.total())
+    if keeps and free < needed:
+        raise DataError(
+            f"the store would take up to {format_size(needed)}, of which {format_size(needed - alone.total())} are for "
+            f"{_named(settings)}, and {where}: give another --store, leave out {_flags(settings)}, or lower what a "
+            "step takes (--states 8bit, --no-master)"
+        )
+    if not any(path.is_block_device() for path in settings.store):
+        _check_least(settings, alone, free, where)
+
+
+def _check_least(settings: Settings, space: Counter[str], free: int, where: str) -> None:
+    """Raise DataError where weights and states have no room, twice where durable steps were asked for."""
+    beside = ("gradients", "projections", "activations", "second_slot", "kept")
+    least = space.total() - sum(space[kind] for kind in beside)
+    twice = settings.durability not in ("auto", "none")
+    if free >= (1 + twice) * least:
+        return
+    instead = "leave out --durability, " if twice and free >= least else ""
+    raise DataError(
+        f"the store takes at least {format_size((1 + twice) * least)}, and {where}: {instead}free some space, give "
+        "another --store or a second one, or lower what a step takes (--states 8bit, --no-master, --lora-rank 16)"
+    )
+
+
+def free_bytes(stores: Sequence[Path]) -> int | None:
+    """Return the bytes that are free in the directories of a store; None where there are devices, or nothing tells."""
+    return None if any(path.is_block_device() for path in stores) else _free_in(_folders(stores))
+
+
+def _folders(stores: Sequence[Path]) -> list[Path]:
+    """Return the directories that are there, of a store's that may not be: one of each filesystem."""
+    existing = [folder for folder in map(_existing, stores) if folder.is_dir()]
+    return list({os.stat(folder).st_dev: folder for folder in existing}.values())
+
+
+def _free_in(folders: Sequence[Path]) -> int | None:
+    """Return the bytes that are free; None without folders, and on a filesystem in memory whose size reads 0."""
+    usages = [shutil.disk_usage(folder) for folder in folders]
+    return sum(usage.free for usage in usages) if usages and all(usage.total for usage in usages) else None
+
+
+def _named(settings: Settings) -> str:
+    parts = ["the best model, as --eval keeps it"] if settings.evaluation else []
+    return " and ".join([*parts, *(["the checkpoints of --save-every"] if settings.save_every else [])])
+
+
+def _flags(settings: Settings) -> str:
+    flags = [flag for flag, given in (("--eval", settings.evaluation), ("--save-every", settings.save_every)) if given]
+    return " or ".join(flags)
+
+
+def _existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that is there."""
+    return next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))

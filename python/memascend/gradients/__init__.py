@@ -1,0 +1,1 @@
+"""Gradients of an offloaded model: captured, reduced over ranks, applied in the backward pass."""

@@ -1,0 +1,307 @@
+"""Moments of projected gradients, and the factors that APOLLO finds with them.
+
+Moments are a tensor of the store (`ParameterEntry.moments`) and no planes, because they have another number of elements
+than the weights, and no piece of an update needs them. They are written to the slots of the next generation, so a step
+that is given up leaves the moments of the step before. A step reads the moments of two matrices at a time, so that one
+moves while another is computed. A step that fails halfway cannot be tried again, and says so.
+
+A gradient is projected when it is captured, as accumulated gradients are summed: the values that are stored are
+projected. The result belongs to a projection (rank, seed, redraw), which the step compares with its own. Where they
+differ, in the first step, for a pack, or for a sum of several passes on a device, the step reads the gradient again and
+comes to the same bits. So capturing is never wrong, only early.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memascend._memascend import FactorOptions, Projection
+from memascend.common.sizes import format_size
+from memascend.errors import MemascendError
+from memascend.layout.registry import ranks_of
+from memascend.layout.shards import channels_of
+from memascend.layout.units import DTYPE_NAMES
+from memascend.optim import apollo_ranks
+from memascend.optim.offloaded_state import OffloadedState
+from memascend.optim.step import FACTORS_AT_ONCE
+from memascend.streaming.updates import Measured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from memascend._memascend import ProjectedGradient
+    from memascend.optim.state_allocation import StateAllocation
+    from memascend.optim.state_backend import StateBackend
+    from memascend.session.session import Session
+    from memascend.streaming.updates import Segment
+
+#: The moments in a state dictionary, and the norm of the last step.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NAMES = (*MOMENTS, "norm")
+
+
+#: The most memory beside the plan that projecting a gradient takes without a notice.
+NOTED_BYTES = 4 << 20
+
+
+def moments_shape(backend: StateBackend, rank: int) -> tuple[int, int, int]:
+    """Return the shape of both moments as they are kept here: (2, channels, rank), of this rank's channels."""
+    return len(MOMENTS), _own_channels(backend)[1], rank
+
+
+def _own_channels(backend: StateBackend) -> tuple[int, int]:
+    """Return the first channel whose moments are kept here, and how many are."""
+    if isinstance(backend, OffloadedState):
+        return channels_of(backend.place.shape, backend.place.start, backend.place.tensor.shard)
+    return 0, max(backend.parameter.shape)
+
+
+def request(backend: StateBackend, rank: int, room: StateAllocation) -> None:
+    """Ask for the room of the moments of a parameter.
+
+    Raises MemascendError if there are moments of another rank.
+    """
+    shape = torch.Size(moments_shape(backend, rank))
+    if isinstance(backend, OffloadedState):
+        moments = backend.place.states.moments
+        if moments is None:
+            if shape.numel():
+                room.add_moments(backend.session, backend.place, shape.numel())
+            return
+        there = moments.numel
+        if not moments.written:
+            there = shape.numel()
+            if moments.numel != there:
+                backend.session.runtime.store.remove_tensor(moments.id)
+                backend.place.states.moments = None
+                room.add_moments(backend.session, backend.place, there)
+    else:
+        there = 2 * backend.state["exp_avg"].numel() if "exp_avg" in backend.state else shape.numel()
+    if there != shape.numel():
+        raise MemascendError(
+            f"rank={rank} of {backend.name} is another one than that of its steps so far: make a new optimizer, or set "
+            "rank as it was"
+        )
+
+
+def scratch_bytes(projection: Projection, rank: int) -> int:
+    """Return the bytes that projections like this take while they are made, and while factors are found with them.
+
+    Beside the projector: both moments.
+    """
+    return FACTORS_AT_ONCE * (projection.bytes + 2 * projection.channels * rank * torch.float32.itemsize)
+
+
+def note_memory(backends: Iterable[StateBackend], rank: int) -> None:
+    """Note in the models the host memory that projecting a gradient takes beside the plan, if it is much."""
+    most: dict[Session, int] = {}
+    for backend in backends:
+        if isinstance(backend, OffloadedState):
+            rows, columns = backend.place.shape
+            projection, shard = Projection(rows, columns, rank, 0, 0), backend.place.tensor.shard
+            nbytes = scratch_bytes(projection, rank)
+            if shard is not None:
+                nbytes = apollo_ranks.Division(projection, backend.place.start, shard).memory_bytes(shard.rank)
+            most[backend.session] = max(nbytes, most.get(backend.session, 0))
+    for session, nbytes in most.items():
+        if nbytes >= NOTED_BYTES:
+            session.notices.append(
+                f"projections of rank {rank} take up to {format_size(nbytes)} of host memory at a time, beside the "
+                "plan (memascend plan --optimizer counts it): leave as much, or choose a smaller rank"
+            )
+
+
+def find_factors(group: dict[str, Any], backend: StateBackend, segment: Segment, grad_scale: float) -> None:
+    """Give `segment` the factors of the parameter's channels, and update the moments: a part of the step itself.
+
+    The gradient is multiplied by `grad_scale`.
+    """
+    parameter, state = backend.parameter, backend.state
+    measured, threads = _measure(group, backend, segment), torch.get_num_threads()
+    options = FactorOptions(**_factor_options(group, backend, grad_scale))
+    if isinstance(backend, OffloadedState) and "exp_avg" not in state:
+        stored = backend.place.states.moments
+        assert stored is not None, "room is made before a step"
+        segment.factors, norm = backend.session.runtime.projections.stored_factors(
+            measured, stored.id, stored.written, threads, options
+        )
+        stored.written = True
+    else:
+        moments = _load(backend, int(group["rank"]))
+        first, second = (moment.data_ptr() for moment in moments)
+        segment.factors, norm = measured.factors((first, second), threads, options)
+        _keep(backend, moments)
+    backend.backends.optimizer.state[parameter]["norm"] = norm
+
+
+def measured(group: dict[str, Any], backend: StateBackend, projection: Projection, address: int) -> Measured | None:
+    """Return the source of the factors of a parameter's next step; None where `request` has not made its moments."""
+    assert isinstance(backend, OffloadedState), "other parameters are not updated early"
+    moments = backend.place.states.moments
+    if moments is None or moments.numel != torch.Size(moments_shape(backend, projection.rank)).numel():
+        return None
+    options = FactorOptions(**_factor_options(group, backend, 1.0))
+    return Measured(projection, address, moments.id, moments.written, torch.get_num_threads(), options)
+
+
+def find_joined_factors(work: Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]) -> None:
+    """Find the factors of several updates together, where the store is divided over ranks; see `find_factors`."""
+    matrices, ranks = [], ranks_of(backend.parameter for _, backend, _, _ in work)
+    assert ranks is not None, "ranks divide the model"
+    for group, backend, segment, grad_scale in work:
+        assert isinstance(backend, OffloadedState) and backend.place.tensor.shard is not None, (
+            "the tensors of a group are divided"
+        )
+        shard = backend.place.tensor.shard
+        division = apollo_ranks.Division(projection_of(group, backend), backend.place.start, shard)
+        options = _factor_options(group, backend, grad_scale)
+        matrices.append(apollo_ranks.Matrix(backend.session.runtime, backend.place, division, segment, options))
+    apollo_ranks.find_factors(ranks, matrices)
+    for (_, backend, _, _), matrix in zip(work, matrices, strict=True):
+        backend.backends.optimizer.state[backend.parameter]["norm"] = matrix.norm
+
+
+def _factor_options(group: dict[str, Any], backend: StateBackend, grad_scale: float) -> dict[str, Any]:
+    """Return the arguments of `FactorOptions` for the parameter's next step."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "betas": (float(beta1), float(beta2)),
+        "eps": float(group["eps"]),
+        "scale": float(group["scale"]),
+        "whole": group["scale_type"] == "tensor",
+        "scale_front": bool(group["scale_front"]),
+        "step": backend.state.get("step", 0) + 1,
+        "grad_scale": -grad_scale if group["maximize"] else grad_scale,
+        "norm_before": backend.state.get("norm"),
+    }
+
+
+def projection_of(group: dict[str, Any], backend: StateBackend) -> Projection:
+    """Return how the gradient of a parameter's next step is projected."""
+    rows, columns = backend.parameter.shape
+    seed, step = backend.backends.seed(group, backend.parameter), backend.state.get("step", 0)
+    return Projection(rows, columns, int(group["rank"]), seed, step // int(group["update_proj_gap"]))
+
+
+def _measure(group: dict[str, Any], backend: StateBackend, segment: Segment) -> ProjectedGradient:
+    """Project the gradient of a segment, unless that was done when it was captured."""
+    projection, threads = projection_of(group, backend), torch.get_num_threads()
+    if segment.host is not None:
+        return projection.of(DTYPE_NAMES[backend.parameter.dtype], segment.host[1], threads)
+    assert isinstance(backend, OffloadedState), "other parameters give addresses"
+    runtime, place = backend.session.runtime, backend.place
+    projected = backend.session.gradients.take_projected(place, projection)
+    if projected is not None:
+        return runtime.projections.take_projected(projection, projected)
+    assert place.tensor.gradient is not None, "a step takes a gradient that was captured"
+    start = place.start if place.tensor.packed else 0
+    return runtime.projections.project_gradient(place.tensor.gradient, start, projection, threads)
+
+
+# ---- where the moments are -------------------------------------------------------------------------------
+
+
+def _load(backend: StateBackend, rank: int) -> torch.Tensor:
+    """Return both moments of the channels that are kept here, (2, channels, rank): zeros where there are none yet."""
+    parameter, state = backend.parameter, backend.state
+    moments = torch.empty(moments_shape(backend, rank))
+    if "exp_avg" in state:
+        for moment, name in zip(moments, MOMENTS, strict=True):
+            moment.copy_(_by_channel(parameter, state[name]))
+        return moments
+    if (
+        isinstance(backend, OffloadedState)
+        and backend.place.states.moments is not None
+        and backend.place.states.moments.written
+    ):
+        backend.session.runtime.store.read(backend.place.states.moments.id, moments.data_ptr(), moments.nbytes)
+        return moments
+    return moments.zero_()
+
+
+def _keep(backend: StateBackend, moments: torch.Tensor) -> None:
+    """Keep both moments, (2, channels, rank), in the parameter's backend."""
+    state = backend.backends.optimizer.state[backend.parameter]
+    if isinstance(backend, OffloadedState):
+        stored = backend.place.states.moments
+        if not moments.numel():
+            return  # None of the channels is this rank's.
+        assert stored is not None, "room is made before a step"
+        backend.session.runtime.store.write(stored.id, moments.data_ptr(), moments.nbytes)
+        stored.written = True
+        for name in MOMENTS:
+            state.pop(name, None)  # Of a parameter that was in memory before.
+        return
+    for moment, name in zip(moments, MOMENTS, strict=True):
+        state[name] = _as_projected(backend.parameter, moment)
+
+
+def _gathered(backend: StateBackend, rank: int) -> torch.Tensor:
+    """Return both moments of all channels, (2, channels, rank), which several ranks may keep."""
+    moments, ranks = _load(backend, rank), ranks_of([backend.parameter])
+    if ranks is None:
+        return moments
+    assert isinstance(backend, OffloadedState), "ranks divide a model"
+    place = backend.place
+    counts = [channels_of(place.shape, place.start, place.tensor.shard, other)[1] for other in range(ranks.size)]
+    every = torch.zeros(ranks.size, len(MOMENTS), max(counts), rank)
+    every[ranks.rank, :, : counts[ranks.rank]] = moments
+    ranks.gather(f"gather the moments of {place.name}", [every.view(-1).view(torch.uint8)])
+    return torch.cat([of_rank[:, :count] for of_rank, count in zip(every, counts, strict=True)], dim=1)
+
+
+def _as_projected(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
+    """Return a moment, (channels, rank), in the shape of the projected gradient: (m, rank) or (rank, n)."""
+    rows, columns = parameter.shape
+    return (moment if rows >= columns else moment.t()).clone(memory_format=torch.contiguous_format)
+
+
+def _by_channel(parameter: nn.Parameter, moment: torch.Tensor) -> torch.Tensor:
+    """Return the moment, (channels, rank), from the shape of `_as_projected`."""
+    rows, columns = parameter.shape
+    return moment if rows >= columns else moment.t()
+
+
+# ---- state dictionaries ----------------------------------------------------------------------------------
+
+
+def read(backend: StateBackend, rank: int) -> dict[str, Any]:
+    """Return the moments as `state_dict` shows them, and the norm of the last step."""
+    shown = {
+        name: _as_projected(backend.parameter, moment)
+        for name, moment in zip(MOMENTS, _gathered(backend, rank), strict=True)
+    }
+    norm = backend.state.get("norm")
+    return shown if norm is None else shown | {"norm": torch.tensor(norm, dtype=torch.float64)}
+
+
+def check_saved(parameter: nn.Parameter, rank: int, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless the moments among a parameter's saved states can be loaded."""
+    rows, columns = parameter.shape
+    expected = (rows, rank) if rows >= columns else (rank, columns)
+    for name in MOMENTS:
+        value = saved.get(name)
+        if value is not None and (not isinstance(value, torch.Tensor) or tuple(value.shape) != expected):
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"{name} has shape {shape}, and that of a projection of rank {rank} of a parameter "
+                f"{tuple(parameter.shape)} is {expected}"
+            )
+
+
+def load(backend: StateBackend, rank: int, saved: dict[str, Any]) -> None:
+    """Take over saved moments and the norm of the last step; others begin anew."""
+    parameter = backend.parameter
+    moments = torch.zeros(moments_shape(backend, rank))
+    first, count = _own_channels(backend)
+    for moment, name in zip(moments, MOMENTS, strict=True):
+        if saved.get(name) is not None:
+            moment.copy_(_by_channel(parameter, saved[name])[first : first + count])
+    _keep(backend, moments)
+    if saved.get("norm") is not None:
+        backend.backends.optimizer.state[parameter]["norm"] = float(saved["norm"])

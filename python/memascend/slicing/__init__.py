@@ -1,0 +1,1 @@
+"""Layers on slices of a batch, and parts of layers on tiles of tokens."""

@@ -1,0 +1,36 @@
+"""Output of other libraries that the command lets through."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+
+import forked
+import pytest
+
+from memascend.cli import main
+from memascend.errors import DefectError
+
+PROGRAM = """
+from memascend.cli.console import quiet_libraries
+quiet_libraries()
+from deepspeed.accelerator import get_accelerator
+get_accelerator()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_says_nothing_of_a_device_that_is_not_there() -> None:
+    done = subprocess.run([forked.python(), "-P", "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "accelerator" not in done.stdout + done.stderr
+
+
+def test_a_panic_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def panic(_: object) -> int:
+        raise DefectError("index out of bounds (crates/a.rs:1:2)")
+
+    monkeypatch.setattr(main.subcommands, "run", panic)
+    assert main.main(["doctor"]) == main.FAILED
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("memascend: error: a defect of memascend: index out of bounds (crates/a.rs:1:2). What is")

@@ -1,0 +1,132 @@
+"""`memascend plan` in a few lines: whether a run fits, how long it takes here, and what lowers what it writes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny_models
+
+from memascend.cli import main
+from memascend.cli.data_size import count_tokens
+from memascend.common.sizes import format_size
+from memascend.forecast import forecast, total_memory
+from memascend.hardware import memory_limits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return tiny_models.llama_directory(tmp_path, hidden=64)
+
+
+def lines(capfd: pytest.CaptureFixture[str], model_dir: Path, *more: str) -> list[str]:
+    assert main.main(["plan", str(model_dir), "--seq-len", "64", "--dtype", "float32", *more]) == 0
+    return capfd.readouterr().out.splitlines()
+
+
+def as_json(capfd: pytest.CaptureFixture[str], model_dir: Path, *more: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads("\n".join(lines(capfd, model_dir, "--json", *more)))
+    return found
+
+
+def test_a_plan_is_a_few_lines(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fits, step, run, levers, *named, last = lines(capfd, model_dir, "--ssd", "1e9")
+    assert fits.startswith("fits: ") and "host memory" in fits and "of SSD" in fits
+    assert step.startswith("a step of 64 tokens: ") and "on this machine's processor" in step and "tokens/s" in step
+    assert run.startswith("1,000 steps: ") and " written, " in run and "--data PATH" in run
+    assert levers.startswith("largest levers") and len(named) == 3
+    assert any("%  --batch-size 8 --micro-batch-size 1 (8 times" in lever for lever in named), named
+    assert "--details" in last
+    assert "drives not counted" in lines(capfd, model_dir)[1] or "SSD" in lines(capfd, model_dir)[1]
+
+
+def test_a_budget_that_follows_the_machine_is_planned_as_a_run_begins(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = as_json(capfd, model_dir)["host_memory"]["total_bytes"]
+    left = 2 * least + (6 << 20)
+    monkeypatch.setattr(memory_limits, "memory_bounds", lambda: [memory_limits.Bound(left, 0, "a test")])
+    found = as_json(capfd, model_dir, "--host-memory", "auto")["host_memory"]
+    assert found["automatic"] and found["budget_bytes"] == left // 2
+    told = lines(capfd, model_dir, "--host-memory", "auto")
+    assert f"--host-memory auto begins with {format_size(left // 2)} here now" in told[3]
+    given = as_json(capfd, model_dir, "--host-memory", "64MiB")["host_memory"]
+    assert given["budget_bytes"] == 64 << 20 and not given["automatic"]
+    assert main.main(["plan", str(model_dir), "--host-memory", "auto", "--ranks", "2"]) == main.BAD_INPUT
+    assert "with --ranks give a size for each" in capfd.readouterr().err
+
+
+def test_it_counts_the_steps_of_the_data(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = model_dir.parent / "text.txt"
+    tokens = len(data.read_bytes()) + 1  # one for each byte, and the end of the document
+    found = as_json(capfd, model_dir, "--data", str(data), "--epochs", "2", "--batch-size", "2")
+    assert found["data"] == {"tokens": tokens, "about": "", "epochs": 2, "steps": -(-2 * tokens // 128)}
+    assert found["endurance"]["steps"] == found["data"]["steps"] and found["endurance"]["steps_given"]
+    assert lines(capfd, model_dir, "--data", str(data))[2].startswith(f"your data, {tokens:,} tokens: ")
+    part = as_json(capfd, model_dir, "--data", str(data), "--eval", "0.5")
+    assert part["data"]["tokens"] == round(tokens / 2) and part["ssd_space"]["kept_bytes"] > 0
+
+
+def test_without_a_tokenizer_the_bytes_that_a_run_reads_are_counted(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / ".git").mkdir(parents=True)
+    (data / "text.txt").write_text("x" * 400)
+    (data / "records.jsonl").write_text(json.dumps({"text": "y" * 389}))
+    (data / ".git" / "hidden.txt").write_text("z" * 4000)
+    (data / "picture.png").write_bytes(bytes(range(256)) * 16)
+    assert count_tokens([data], tmp_path, 1000) == (200, True)
+
+
+def test_what_does_not_fit_is_told_what_would(
+    model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = ("--batch-size", "16")
+    monkeypatch.setattr(forecast, "resident_memory", lambda: 1 << 28)
+    needed = as_json(capfd, model_dir, *large)["whole"]
+    small = as_json(capfd, model_dir, *large, "--micro-batch-size", "1")["whole"]
+    assert small["total_bytes"] < needed["total_bytes"]
+    between = (needed["total_bytes"] + small["total_bytes"]) // 2
+    monkeypatch.setattr(total_memory, "available_memory", lambda: (between - (1 << 28), "a stated limit"))
+    first = lines(capfd, model_dir, *large)[0]
+    assert first.startswith("does not fit: ") and "It would with --micro-batch-size 1" in first
+
+
+def test_adapters_write_nothing_and_keep_no_states(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    full, adapters = as_json(capfd, model_dir), as_json(capfd, model_dir, "--lora-rank", "4")
+    assert (
+        adapters["endurance"]["step"]["total_bytes"]
+        == adapters["ssd_traffic"]["planned"]["written"]["activations_bytes"]
+    )
+    assert adapters["ssd_space"]["exp_avg_bytes"] == 0 < full["ssd_space"]["exp_avg_bytes"]
+    assert adapters["ssd_traffic"]["planned"]["read"]["gradients_bytes"] == 0
+    assert (
+        main.main(
+            [
+                "plan",
+                str(model_dir),
+                "--lora-rank",
+                "4",
+                "--gpu",
+                "8GiB",
+                "--pcie",
+                "1e9",
+                "--flops",
+                "1e12",
+                "--dram",
+                "1e9",
+                "--ssd",
+                "1e9",
+                "--seq-len",
+                "64",
+            ]
+        )
+        == main.BAD_INPUT
+    )
+    assert "--lora-rank" in capfd.readouterr().err
+    assert main.main(["plan", str(model_dir), "--lora-rank", "4", "--ranks", "2", "--seq-len", "64"]) == main.BAD_INPUT
+    assert "--lora-rank is of a run in one process" in capfd.readouterr().err

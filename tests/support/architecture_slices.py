@@ -1,0 +1,118 @@
+"""One architecture of transformers, its layers on slices of the batch or parts on tiles, offloaded and in memory."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import architecture_runs
+import bit_equality
+import small_models
+import torch
+import transformers
+
+import memascend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to have less at once."""
+
+    option: str
+    size: int
+    in_memory: Callable[[nn.Module, int], nn.Module]
+    #: What a notice says of layers that are not cut.
+    said: str
+
+
+#: Micro-batches of one row, and tiles of three tokens.
+SLICES = Cut("micro_batch_size", 1, memascend.run_in_slices, "whole batch")
+TILES = Cut("tile_tokens", 3, memascend.run_in_tiles, "whole sequences")
+
+
+def run(pipe: Any, name: str, room: Path, cut: Cut = SLICES) -> None:
+    """Send what becomes of the architecture `name`, and why."""
+    architecture_runs._keep_quiet()
+    pipe.send(outcome(name, room, cut))
+
+
+def run_in_tiles(pipe: Any, name: str, room: Path) -> None:
+    """Send what becomes of the architecture `name` on tiles, and why."""
+    run(pipe, name, room, TILES)
+
+
+def outcome(name: str, room: Path, cut: Cut) -> tuple[str, str]:
+    """Return "cut", "whole" where some layers are not cut, "refused", "wrong" or "not trained", and why."""
+    try:
+        pristine, inputs = architecture_runs.find(getattr(transformers, name))
+    except (architecture_runs.NotBuiltError, architecture_runs.NotTrainedError) as error:
+        return "not trained", str(error)
+    gradients = sum(1 for _ in pristine.parameters()) if cut is TILES else 0
+    if far := _apart(*(_evaluated(pristine, inputs, cut, applied) for applied in (False, True)), gradients):
+        return "wrong", f"they do not compute what the whole does: {far}"
+    in_memory, model = cut.in_memory(copy.deepcopy(pristine), cut.size), copy.deepcopy(pristine)
+    expected = architecture_runs.train(in_memory, inputs)
+    try:
+        memascend.offload(model, store=room / "store", **{cut.option: cut.size}, **architecture_runs.WHERE)
+        wrong = bit_equality.differing(architecture_runs.train(model, inputs), expected)
+        notices = [notice for notice in memascend.stats(model)["notices"] if cut.said in notice]
+        memascend.close(model)
+    except memascend.MemascendError as error:
+        return "refused", architecture_runs.reason_of(error, room)
+    if wrong:
+        again = architecture_runs.train(cut.in_memory(copy.deepcopy(pristine), cut.size), inputs)
+        if bit_equality.differing(again, expected):
+            return "not trained", "in memory, too, two runs differ"
+        return "wrong", architecture_runs.told(wrong, expected)
+    return ("whole", notices[0]) if notices else ("cut", "")
+
+
+def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: bool) -> list[torch.Tensor]:
+    """Return what a model computes without dropout and without a cache, cut or not; for tiles its gradients too."""
+    model = copy.deepcopy(pristine).eval()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    if applied:
+        cut.in_memory(model, cut.size)
+    architecture_runs.seed(20)
+    with torch.set_grad_enabled(cut is TILES):
+        outputs = model(**architecture_runs.fresh(inputs))
+    tensors = [tensor.detach() for tensor in small_models.tensors_of(outputs)]
+    if cut is not TILES:
+        return tensors
+    small_models.loss_of(outputs).backward()
+    return tensors + [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor], gradients: int) -> str:
+    """Say where two outputs differ by more than roundings; the last `gradients` of them are gradients.
+
+    A gradient that is zero but for roundings has those of the products that it is the sum of: as of a bias of keys, and
+    all of them where the outputs are normalised, and with them the loss.
+    """
+    if [tensor.shape for tensor in whole] != [tensor.shape for tensor in sliced]:
+        return "other shapes"
+    first = len(whole) - gradients
+    rounding = max(1e-6 * _largest(whole[first:]), 1e-7 * _largest(whole[:first]))
+    for number, (one, other) in enumerate(zip(whole, sliced, strict=True)):
+        if one.is_floating_point():
+            largest = _largest([one])
+            least = 1e-3 * largest + 1e-9 + (rounding if number >= first else 0.0)
+            if not torch.allclose(one, other, rtol=1e-2, atol=least, equal_nan=True):
+                return f"output {number} is off by {(one - other).abs().max():.3g}, of {largest:.3g}"
+    return ""
+
+
+def _largest(tensors: list[torch.Tensor]) -> float:
+    """Return the largest finite magnitude of floating-point tensors, 0 if there is none."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return max((float(one.abs().nan_to_num(posinf=0, neginf=0).max()) for one in floats), default=0.0)
