@@ -13,8 +13,7 @@ from memascend.layout.units import partition
 from memascend.memory_plan import auto_budget
 from memascend.memory_plan.auto_budget import PATIENCE_MAX, REFUSED_PASSES, SOON, AutomaticBudget, plan_for
 from memascend.memory_plan.host import smallest_plan
-from memascend.memory_plan.lines import Line, Plan
-from memascend.memory_plan.transfers import HEAP_BYTES
+from memascend.memory_plan.lines import HEAP_BYTES, Line, Plan
 
 MIB = 1 << 20
 RESERVE = 100 * MIB

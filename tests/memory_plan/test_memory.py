@@ -21,7 +21,7 @@ import memascend
 from memascend.hardware import cgroups, memory_limits
 from memascend.layout.units import partition
 from memascend.memory_plan import host
-from memascend.memory_plan.lines import CHUNK_ELEMENTS_MIN, Inputs
+from memascend.memory_plan.lines import CHUNK_ELEMENTS_MIN, HEAP_BYTES, Inputs
 from memascend.memory_plan.transfers import CHUNK_ELEMENTS_MAX, TRANSFER_SHARE
 
 if TYPE_CHECKING:
@@ -87,6 +87,17 @@ def test_transfers_take_a_small_share_of_a_budget_that_is_not_the_least() -> Non
         assert transfers <= budget * TRANSFER_SHARE or made.chunk_elements == CHUNK_ELEMENTS_MIN
         shares.append(made.chunk_elements)
     assert shares == sorted(shares) and shares[0] == CHUNK_ELEMENTS_MIN < shares[-1]
+
+
+def test_freed_blocks_have_room_before_weights_are_cached() -> None:
+    with torch.device("meta"):
+        units = partition(torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, dtype=torch.bfloat16) for _ in range(64))))
+    tight, roomy = host.make_plan(units, 768 * MIB), host.make_plan(units, 2048 * MIB)
+    assert not tight.retain_heap and tight.total > 735 * MIB
+    assert roomy.retain_heap and roomy.freed_blocks_bytes == HEAP_BYTES
+    assert 1759 * MIB < roomy.total <= 2048 * MIB - HEAP_BYTES
+    # Of a device, PyTorch's temporaries are not in host memory.
+    assert host.make_plan(units, 2048 * MIB, on_device=True).total > 2015 * MIB
 
 
 def test_more_threads_have_more_slots_where_there_is_room() -> None:

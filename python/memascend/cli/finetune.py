@@ -293,7 +293,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         if on_device and work.activations == "host":
             options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
-        held, name = plan.total, "at least" if automatic else name
+        held, name = plan.total + plan.freed_blocks_bytes, "at least" if automatic else name
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])
             check_space(here, units, config, work)

@@ -188,7 +188,7 @@ def forecast(
     prediction: dict[str, Any] = {
         "model": model_part(path, config, model, units, dtype)
         | {"dtype_reason": dtype_reason, "base_bits": base_bits, "published": published},
-        "host_memory": memory_part(plan) | {"automatic": follows},
+        "host_memory": memory_part(plan) | {"freed_blocks_bytes": plan.freed_blocks_bytes, "automatic": follows},
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),
         "endurance": endurance(
@@ -230,7 +230,7 @@ def forecast(
 
         prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
     held = adapters_bytes or 0
-    whole = MemoryTotal.of(plan.total + held, beside, resident_memory())
+    whole = MemoryTotal.of(plan.total + plan.freed_blocks_bytes + held, beside, resident_memory())
     prediction["whole"] = whole.as_dict()
     if not whole.fits and gpu is None:
         prediction["fits_with"] = fitting_change(

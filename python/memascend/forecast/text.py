@@ -94,11 +94,15 @@ def _memory_table(title: str, plan: Mapping[str, Any], overlap: str, how: str = 
         [
             *([line["consumer"], *_count_and_sizes(line), line["note"]] for line in plan["lines"]),
             ["sum", "", "", format_size(plan["total_bytes"]), ""],
-            ["budget", "", "", format_size(plan["budget_bytes"]), ""],
+            ["budget", "", "", format_size(plan["budget_bytes"]), _freed_blocks(plan.get("freed_blocks_bytes", 0))],
             [overlap, "", "", format_size(plan["overlap_bytes"]), f"the next layer while one computes{how}"],
             ["least that works", "", "", format_size(plan["smallest_bytes"]), ""],
         ],
     )
+
+
+def _freed_blocks(nbytes: int) -> str:
+    return f"{format_size(nbytes)} of it for blocks that PyTorch frees: malloc keeps them" if nbytes else ""
 
 
 def _count_and_sizes(line: Mapping[str, Any]) -> list[str]:

@@ -103,7 +103,7 @@ class LaterRoom:
     def _allocate_pack(self, tensor: StoreTensor, dtype: str, kept: str) -> int:
         session, plan = self._session, self._session.plan
         runtime, numel = session.runtime, tensor.numel
-        if plan.total + tensor.gradient_nbytes <= plan.budget:
+        if plan.total + plan.freed_blocks_bytes + tensor.gradient_nbytes <= plan.budget:
             number = runtime.gradients.create_later_gradient(dtype, numel, kept, True)
             tensor.gradient_outside = True
             plan.later = later_line(self._tensors())
@@ -148,7 +148,7 @@ class LaterRoom:
         """Return whether a plan has room for the tensors that train later and for `asked`."""
         packs = [tensor for tensor in asked if tensor.packed]
         staged = len(self._staged()) if plan is self._session.plan else 0
-        left = plan.budget - plan.total
+        left = plan.budget - plan.total - plan.freed_blocks_bytes
         for tensor in packs:
             if tensor.gradient_nbytes <= left:
                 left -= tensor.gradient_nbytes

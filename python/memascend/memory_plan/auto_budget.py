@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memascend.common.sizes import AUTO, format_size, parse_size
 from memascend.hardware import memory_limits
 from memascend.memory_plan.host import make_plan, smallest_plan
-from memascend.memory_plan.transfers import HEAP_BYTES
+from memascend.memory_plan.lines import HEAP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ def _most(
 
 def resident_bytes(plan: Plan) -> int:
     """Return the bytes that a plan takes, with those that malloc keeps."""
-    return plan.total + (HEAP_BYTES if plan.retain_heap else 0)
+    return plan.total + plan.freed_blocks_bytes
 
 
 @dataclass(frozen=True, slots=True)

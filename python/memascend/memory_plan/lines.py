@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 #: Elements of a chunk of the update pipeline, at least: the block over which gradient statistics are summed.
 CHUNK_ELEMENTS_MIN = GRADIENT_BLOCK
+#: What malloc's freed blocks may take, where it keeps them. They have this room before caches do where it is at most a
+#: fourth of what is to spare, and last where everything is in memory.
+HEAP_BYTES = 256 * 2**20
+HEAP_SHARE = 4
 
 
 @dataclass(slots=True)
@@ -86,7 +90,7 @@ class Plan:
     whole_tables: list[Unit] = field(default_factory=list)
     #: Units with a buffer of their own, in which their weights stay from one step to the next.
     resident_units: list[Unit] = field(default_factory=list)
-    #: Whether malloc may keep freed blocks: everything stays in memory, and the budget has room left for them.
+    #: Whether malloc may keep freed blocks for PyTorch's next ones: the budget leaves room for them beside all lines.
     retain_heap: bool = False
     #: One buffer serves all large units.
     by_turns: bool = False
@@ -104,6 +108,11 @@ class Plan:
     inputs: Inputs | None = None
     #: For a budget that may change: the plan of the largest, for whose buffers addresses are reserved.
     most: Plan | None = None
+
+    @property
+    def freed_blocks_bytes(self) -> int:
+        """Bytes of the budget that are left to freed blocks, beside all lines."""
+        return HEAP_BYTES if self.retain_heap else 0
 
     @property
     def arena(self) -> list[Line]:

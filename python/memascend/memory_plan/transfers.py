@@ -16,7 +16,7 @@ import torch
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import round_up
-from memascend.memory_plan.lines import CHUNK_ELEMENTS_MIN, Line, Plan, Sizes
+from memascend.memory_plan.lines import CHUNK_ELEMENTS_MIN, HEAP_BYTES, Line, Plan, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +47,6 @@ STATES_STAGING_CHUNKS = 4
 #: chunks cost time: 65,536 elements took 1.1 to 1.3 times the step of 196,608 with 0.51B
 #: parameters.
 TRANSFER_SHARE = 1 / 6
-#: Share of a budget that holds everything, for malloc's freed blocks.
-HEAP_BYTES = 256 * 2**20
 
 
 def transfer_bytes(
@@ -102,11 +100,12 @@ def keep_states(plan: Plan, tensors: Sequence[StoreTensor]) -> None:
         return
     needed = sum(STATE_BYTES_PER_ELEMENT[tensor.dtype] * tensor.numel for tensor in trained)
     wanted = math.ceil(needed * (1 + STATES_ROUNDING) / nbytes) + 1
-    plan.states.nbytes, plan.states.count = nbytes, max(0, min(wanted, (plan.budget - plan.total) // nbytes))
+    left = plan.budget - plan.total - plan.freed_blocks_bytes
+    plan.states.nbytes, plan.states.count = nbytes, max(0, min(wanted, left // nbytes))
     share = min(1.0, plan.states.total / needed)
     plan.states.note = "always there" if share == 1.0 else f"{share:.0%} of them"
     # States come last: with all of them, everything is in memory.
-    plan.retain_heap = share == 1.0 and plan.budget - plan.total >= HEAP_BYTES
+    plan.retain_heap |= share == 1.0 and plan.budget - plan.total >= HEAP_BYTES
 
 
 def _staged_bytes(tensors: Sequence[StoreTensor]) -> int:

@@ -15,6 +15,7 @@ from memascend._memascend import trim_heap
 from memascend.common.graphs import in_backward
 from memascend.common.turns import Turns
 from memascend.errors import MemascendError
+from memascend.memory_plan.lines import HEAP_BYTES
 from memascend.streaming.cache import NoBufferError, WeightCache, use_before_step
 from memascend.streaming.compute import InHostMemory, discard
 from memascend.streaming.deferred_updates import DeferredUpdates
@@ -161,8 +162,7 @@ class Streamer:
         """Enclose one call of the whole model; with `grad`, its backward pass belongs to the same pass."""
         if self.depth == 0:
             self._order.begin(grad)
-            if self._gives_back:
-                trim_heap(True)
+            trim_heap(True, None if self._gives_back else HEAP_BYTES)
         with self.scope():
             yield
 
