@@ -114,7 +114,7 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def _table_of(weight: torch.Tensor) -> tuple[Any, ParameterEntry] | None:
-    """Return session and place of a parameter that is a table on the store, and not in memory as a whole."""
+    """Return the session and the entry of a parameter that is a table on the store, and not in memory as a whole."""
     located = place_of(weight) if isinstance(weight, OffloadedParameter) else None
     if located is None or located[0].closed:
         return None

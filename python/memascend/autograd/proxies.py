@@ -207,7 +207,7 @@ def _gone(name: str) -> str:
 
 
 def locate(tensor: torch.Tensor) -> tuple[Session, ParameterEntry, Source | None]:
-    """Return session and place of the values that a proxy stands for."""
+    """Return the session, the entry of the parameter, and which of its values a proxy stands for."""
     if isinstance(tensor, OffloadedTensor):
         source: Source | None = tensor._memascend_source
         assert source is not None
@@ -346,7 +346,7 @@ class _ShowingAll:
     """Have an absent parameter show its values in its unit's bytes."""
 
     def __init__(self, place: ParameterEntry, storage: torch.Tensor) -> None:
-        """Prepare to show the parameter at `place` of `storage`."""
+        """Prepare to show the parameter of `place` in `storage`."""
         self._place, self._storage = place, storage
         self.written = False
 

@@ -51,7 +51,7 @@ class Run(Protocol):
         """Return the progress."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a progress."""
+        """Restore a result of `state_dict`."""
 
     def epoch(self, steps: int) -> float:
         """Return how many times the run has gone through its data after so many steps."""

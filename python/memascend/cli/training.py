@@ -106,7 +106,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `resume` has taken up the state before there was a Trainer."""
+        """Do nothing: `resume` has restored the state before there was a Trainer."""
 
     def resume(self, state: dict[str, Any], entries: int) -> None:
         """Go on from a recorded state, after which the metrics file had `entries` entries.

@@ -13,10 +13,11 @@ Updates of a step that is to be durable write resident data at once (`writes_thr
 states are resident; where some are read there, the drives have enough to do, and the commit writes resident data beside
 the backward pass. Other steps leave it to the next commit.
 
-Over ranks each rank commits to its own store; then the ranks meet (`CommitLog.wait_committed`), and only after that do
-updates write over the generation before, whose manifest lies beside the new one until the next commit. A rank that was
-quicker goes back to it (`runs.common_generation`). A manifest for another reason (a checkpoint that is kept, deleted or
-restored) is only written while all ranks have the same generation, since it takes the place of the one before.
+Over ranks each rank commits to its own store; then the ranks wait for each other (`CommitLog.wait_committed`), and only
+after that do updates write over the generation before, whose manifest lies beside the new one until the next commit. A
+rank that was quicker goes back to it (`memascend.recovery.common_generation`). A manifest for another reason (a
+checkpoint that is kept, deleted or restored) is only written while all ranks have the same generation, since it takes
+the place of the one before.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _log = logging.getLogger("memascend")
 
 
 class CommitLog:
-    """The generations of one offloaded model."""
+    """The commits of one offloaded model: when a step becomes a generation of its store."""
 
     def __init__(self, session: Session, runtime: Runtime, source: dict[str, Any]) -> None:
         """Commit to the store of `runtime` as the session's `durability` says, after the updates of its streamer.
@@ -312,7 +313,7 @@ class CommitLog:
             membership.ranks.barrier(f"have generation {self._runtime.store.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
-        """Give up a record that does not fit into the manifest, and raise an error that names the largest part.
+        """Discard a record that does not fit into the manifest, and raise an error that names the largest part.
 
         The generation before it stays. Later steps have records of their own.
         """

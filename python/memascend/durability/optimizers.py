@@ -1,4 +1,4 @@
-"""The optimizers of a run as its generations describe them."""
+"""The optimizers of a run, as the records of its generations describe them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session and the optimizer as rooms below theirs see them."""
+"""The session and the optimizer, as protocols for folders that must not import theirs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Session(Protocol):
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
-        """The places of all parameters."""
+        """The entries of all parameters."""
 
 
 class Optimizer(Protocol):

@@ -58,7 +58,7 @@ class Gpu:
 
     #: Bytes that it has free before a run.
     memory: int
-    #: Rates of the machine, as `machine.gpu.rates_for` returns them.
+    #: Rates of the machine, as `memascend.hardware.gpu.rates_for` returns them.
     rates: Mapping[str, Rate]
     #: "recompute", "host" or "ssd".
     activations: str = "recompute"

@@ -1,6 +1,6 @@
 """Traffic of an optimizer step and space of the store: replayed, without a run.
 
-The order of uses is replayed through counted buffers by the rule that the streamers follow (`streaming.order`).
+The order of uses is replayed through counted buffers by the rule of the weight cache (`memascend.streaming.order`).
 """
 
 from __future__ import annotations

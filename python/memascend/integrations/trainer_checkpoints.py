@@ -94,7 +94,7 @@ class CheckpointsMixin:
         return broadcast_from_rank0(self._ranks, "read a checkpoint", find)
 
     def _go_back(self, tag: str | None) -> None:
-        """Take up a checkpoint of the store, or its last durable step."""
+        """Restore a checkpoint of the store, or its last durable step."""
         if self.optimizer is not None and self._own_optimizer() is None:
             raise ValueError("the run in the store was trained by another optimizer than the one given")
         if self.lr_scheduler is not None and not self._created_lr_scheduler:

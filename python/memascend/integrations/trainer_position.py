@@ -88,7 +88,7 @@ class Position(TrainerCallback):
         }
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Take up a result of `state_dict`."""
+        """Restore a result of `state_dict`."""
         self._loaded = recorded
         self.log.count = recorded["logged"]
         self._finished_step, self._finished_epochs = recorded["finished"]

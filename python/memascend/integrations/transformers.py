@@ -60,7 +60,7 @@ class TrainerMixin(CheckpointsMixin):
     """A class that derives from `transformers.Trainer`, for an offloaded model. Put this before that class.
 
     - The model is offloaded (`memascend.offload`, `from_pretrained`, `resume`), or `args` say where it goes
-      (`OffloadArguments`); then it may be given by its directory. A run in the store is taken up.
+      (`OffloadArguments`); then it may be given by its directory. A run in the store is resumed.
     - `args.optim` names the optimizer, see `OPTIMIZERS`; `optim_args` may have `states`, `master` and `seed`.
     - A checkpoint is a named checkpoint of the store, and a directory that names it and holds the tokenizer.
     - `train(resume_from_checkpoint=True)` goes on from the last durable step, which may be later than the last
@@ -107,7 +107,7 @@ class TrainerMixin(CheckpointsMixin):
                 model, optimizers = open_model(model, args, self._opened_as)
                 self._weights_replaced = bool(optimizers)
                 bound.arguments["model"] = model
-                # A run that was taken up stays; a store that was made for this goes.
+                # A run that was resumed stays; a store that was made for this goes.
                 on_failure.callback(offload_of(model).close, failed=bool(optimizers))
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is None and self._tells_of_memory:
@@ -206,7 +206,7 @@ class TrainerMixin(CheckpointsMixin):
 
         Args:
             resume_from_checkpoint: True goes on from the last durable step, or begins where there is none yet; the
-                directory of a checkpoint gives up all later steps. "True", "last" and "False" are taken as a script's
+                directory of a checkpoint discards all later steps. "True", "last" and "False" are taken as a script's
                 `--resume_from_checkpoint` gives them.
 
         Raises:
@@ -218,7 +218,7 @@ class TrainerMixin(CheckpointsMixin):
 
     @contextmanager
     def _resumption(self, given: Any) -> Iterator[Any]:
-        """Take up the run that `given` names, and yield the directory with the state of transformers' Trainer."""
+        """Resume the run that `given` names, and yield the directory with the state of transformers' Trainer."""
         session, ranks = self._stored, self._ranks
         checkpoint = None if given in (None, False, True) else Path(given)
         tag = None if checkpoint is None or session is None else self._named_by(checkpoint)

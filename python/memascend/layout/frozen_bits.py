@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
-    """Mark the units, and their places, whose weights are quantised to `bits`.
+    """Mark the units, and their entries, whose weights are quantised to `bits`.
 
     Raises DataError for a model that has none.
     """

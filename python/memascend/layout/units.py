@@ -245,7 +245,7 @@ class Unit:
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
-        """The places of all parameters, in the order of their bytes."""
+        """The entries of all parameters, in the order of their bytes."""
         return (place for tensor in self.tensors for place in tensor.places)
 
 
@@ -255,7 +255,7 @@ def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CP
 
 
 def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
-    """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
+    """Give every parameter its entry in `unit`: large ones page-aligned, small ones packed behind them.
 
     Frozen ones are packed apart, so that updates do not rewrite them. The tensors that absent parameters hold are on
     `device`.

@@ -2,7 +2,7 @@
 
 Memory that memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. PyTorch's is
 estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets the remainder, and in the least plan
-the need of a short batch. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
+the need of a short batch. Both count whole segments of PyTorch's allocator (`hardware/segments.py`): the budget is
 the limit of these. CUDA's context and the code of kernels (a few hundred MB) are outside the budget.
 
 The least plan has PyTorch's share for a short batch, because a plan that leaves PyTorch nothing runs out of memory in

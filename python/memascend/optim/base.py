@@ -345,7 +345,7 @@ class OffloadedOptimizer(Optimizer):
     # ---- saved states ----------------------------------------------------------------------------
 
     def location(self, parameter: torch.nn.Parameter) -> tuple[Runtime, ParameterEntry] | None:
-        """Return the store that keeps a parameter's states and its place there; None for states in memory."""
+        """Return the store that keeps a parameter's states and its entry there; None for states in memory."""
         return self._backends.of(parameter).location
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
-    """Return the parameters without elements of the model that `session` offloads, by name: they have no place."""
+    """Return the parameters without elements of the model that `session` offloads, by name: they have no entry."""
     model = session.model()
     named = () if model is None else model.named_parameters()
     with raw_tensor_access():

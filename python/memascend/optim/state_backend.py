@@ -109,7 +109,7 @@ class StateBackend(ABC):
         return self.backends.rules.get(self.parameter)
 
     def was_reset(self, rule: Rule) -> bool:
-        """Return whether the program has given up states on a store: it removed, replaced or cleared their entry.
+        """Return whether the program has discarded states on a store: it removed, replaced or cleared their entry.
 
         Raises MemascendError for an entry that was assigned with states of `rule`, which the store's would not be.
         """
@@ -223,7 +223,7 @@ class StateBackend(ABC):
     @property
     @abstractmethod
     def location(self) -> tuple[Runtime, ParameterEntry] | None:
-        """The store that has the states, and their place there; None for states in memory."""
+        """The store that has the states, and their entry there; None for states in memory."""
 
     @property
     @abstractmethod
@@ -265,7 +265,7 @@ class StateBackend(ABC):
 
     @abstractmethod
     def restart(self, rule: Rule) -> None:
-        """Give up all states: the parameter begins anew, by `rule`, with its next gradient."""
+        """Discard all states: the parameter begins anew, by `rule`, with its next gradient."""
 
     @abstractmethod
     def fresh_planes(self, rule: Rule) -> list[bool]:

@@ -97,7 +97,7 @@ class OptimizerStateStores:
         self._locations |= {place.parameter: (store, place) for place in store.unit.places}
 
     def location(self, parameter: nn.Parameter) -> tuple[OptimizerStateStore, ParameterEntry] | None:
-        """Return the store that holds a parameter's states and their place there, or None before `reserve`."""
+        """Return the store that holds a parameter's states and their entry there, or None before `reserve`."""
         return self._locations.get(parameter)
 
     def flush(self) -> None:

@@ -72,7 +72,7 @@ class Step:
         self._parts: list[Part] = []
         #: The arguments of `Algorithm.find_joined_factors`.
         self._joined: list[tuple[dict[str, Any], StateBackend, Segment, float]] = []
-        #: Parameters whose states the program has given up since their last step, and the rules that they begin with.
+        #: Parameters whose states the program has discarded since their last step, and the rules that they begin with.
         self._reset: list[tuple[StateBackend, Rule]] = []
         #: Parameters that the backward pass has updated.
         self._ahead: list[OffloadedState] = []

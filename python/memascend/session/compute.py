@@ -1,4 +1,4 @@
-"""Where and how an offloaded model computes: its device, that device's memory, and the place of activations."""
+"""Where and how an offloaded model computes: its device, that device's memory, and where activations are kept."""
 
 from __future__ import annotations
 

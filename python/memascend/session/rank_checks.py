@@ -1,4 +1,4 @@
-"""Offloading over ranks: the options and weights that ranks check, compare and refuse."""
+"""The checks of a session over ranks: the options and weights that ranks compare, and those that they refuse."""
 
 from __future__ import annotations
 

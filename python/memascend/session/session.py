@@ -231,7 +231,7 @@ class Session:
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
-        """The places of all parameters, in the order of their bytes."""
+        """The entries of all parameters, in the order of their bytes."""
         return (place for unit in self.units for place in unit.places)
 
     # ---- filling the store ------------------------------------------------------------------------------

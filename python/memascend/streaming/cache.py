@@ -324,7 +324,7 @@ class WeightCache:
         return farthest(idle, lambda cached: self._demand.next_fetch(cached.unit), beyond=sooner_than)
 
     def drop(self, cached: CachedUnit) -> None:
-        """Give up a unit's buffer, once its fetch and its updates have ended and it was written back."""
+        """Evict a unit, once its fetch and its updates have ended and it was written back."""
         self._demand.note_dropped(cached.unit)
         self.write_back(cached)
         try:
@@ -344,7 +344,7 @@ class WeightCache:
         self.uploads.note_dropped(cached.unit, self._buffer_size.get(cached.unit))
 
     def discard(self, unit: Unit) -> None:
-        """Give up a unit's bytes and its buffer; the next use fetches them."""
+        """Evict a unit without writing it back; the next use fetches it."""
         self.drop(self.cached_units[unit])
         self.wait_written(unit)
 

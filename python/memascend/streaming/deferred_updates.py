@@ -31,7 +31,7 @@ class DeferredUpdates:
         if cached.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
         if not cached.is_resident:
-            # A copy under way from a buffer that is given up holds the buffer.
+            # A copy under way out of the unit's buffer holds the buffer.
             cache.drop(cached)
             return
         # No copy may read a buffer that is about to change.

@@ -1,8 +1,8 @@
 """Data in, batches out: files, source trees and records become sequences of token ids with labels.
 
 Host memory does not grow with the corpus. Documents are indexed into a file (`documents`, `index`), read in a seeded
-order (`order`), tokenised piece by piece into a second file (`marked`, `sequences`), and batches are read from there
-(`blocks`). Orders are computed, not stored.
+order (`order`), tokenised piece by piece into a second file (`chat_masking`, `sequences`), and batches are read from
+there (`blocks`). Orders are computed, not stored.
 """
 
 from memascend.cli.data.blocks import Blocks
