@@ -28,7 +28,7 @@ from memascend.session.api import find_offload
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.integrations.trainer_position import Position
+    from memascend.integrations.trainer_position import TrainerPosition
     from memascend.ranks.group import Ranks
     from memascend.session.session import Session
 
@@ -49,7 +49,7 @@ class CheckpointsMixin:
         processing_class: Any
         data_collator: Any
         _created_lr_scheduler: bool
-        _position: Position
+        _position: TrainerPosition
         _tr_loss: torch.Tensor
 
         def __getattr__(self, name: str) -> Any: ...

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOG_NAME = "metrics.jsonl"
 
 
-class Position(TrainerCallback):
+class TrainerPosition(TrainerCallback):
     """The Trainer's own state, tracked by `memascend.track`.
 
     A durable step is recorded before its figures are logged, the model evaluated and a checkpoint saved. A run that is

@@ -85,7 +85,7 @@ class OptimizerState:
 
     @property
     def owner(self) -> Any:
-        """The optimizer that has the states (`memascend.durability.protocols.Optimizer`); None without one."""
+        """The optimizer that has the states (`memascend.durability.protocols.OptimizerProtocol`); None without one."""
         return None if self._owner is None else self._owner()
 
 

@@ -26,7 +26,7 @@ from memascend.layout.units import DTYPE_NAMES
 from memascend.optim import apollo_ranks
 from memascend.optim.offloaded_state import OffloadedState
 from memascend.optim.step import FACTORS_AT_ONCE
-from memascend.streaming.updates import Measured
+from memascend.streaming.updates import MeasuredGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -138,14 +138,16 @@ def find_factors(group: dict[str, Any], backend: StateBackend, segment: Segment,
     backend.backends.optimizer.state[parameter]["norm"] = norm
 
 
-def measured(group: dict[str, Any], backend: StateBackend, projection: Projection, address: int) -> Measured | None:
+def measured(
+    group: dict[str, Any], backend: StateBackend, projection: Projection, address: int
+) -> MeasuredGradient | None:
     """Return the source of the factors of a parameter's next step; None where `request` has not made its moments."""
     assert isinstance(backend, OffloadedState), "other parameters are not updated in the backward pass"
     moments = backend.place.states.moments
     if moments is None or moments.numel != torch.Size(moments_shape(backend, projection.rank)).numel():
         return None
     options = FactorOptions(**_factor_options(group, backend, 1.0))
-    return Measured(projection, address, moments.id, moments.written, torch.get_num_threads(), options)
+    return MeasuredGradient(projection, address, moments.id, moments.written, torch.get_num_threads(), options)
 
 
 def find_joined_factors(work: Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.autograd.proxies import copy_of, is_proxy
-from memascend.durability.protocols import Optimizer
+from memascend.durability.protocols import OptimizerProtocol
 from memascend.errors import MemascendError
 from memascend.optim.host_copies import HostCopies
 from memascend.optim.states import load_states, read_states
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memascend.streaming.updates import Segment
 
 
-class StateOwner(Optimizer, Protocol):
+class StateOwner(OptimizerProtocol, Protocol):
     """The optimizer whose parameters have backends; see `memascend.optim.base.OffloadedOptimizer`."""
 
     #: As in `torch.optim.Optimizer`: the steps of each parameter, and its states in memory.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.memory_plan.lines import Plan
     from memascend.streaming.demand import Demand
-    from memascend.streaming.updates import Update
+    from memascend.streaming.updates import TensorUpdate
 
 
 class NoBufferError(MemascendError):
@@ -51,7 +51,7 @@ class CachedUnit:
     #: Modules that are using the unit now.
     users: int = 0
     #: Updates that the next fetch applies.
-    updates: Sequence[Update] = ()
+    updates: Sequence[TensorUpdate] = ()
     #: Whether the program has written to `storage` since it was read or written back.
     dirty: bool = False
     #: Whether a module that uses the unit writes to its weights, as `Embedding(max_norm=...)` does.

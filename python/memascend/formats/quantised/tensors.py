@@ -19,7 +19,7 @@ PIECE_ELEMENTS = 1 << 19
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class Stored:
+class StoredTensor:
     """A tensor of a safetensors file that is read in parts."""
 
     def __init__(self, reader: SafetensorsReader, key: str) -> None:

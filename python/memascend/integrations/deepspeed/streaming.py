@@ -24,7 +24,7 @@ from memascend.integrations.deepspeed import adam, gradients
 from memascend.integrations.deepspeed import options as settings
 from memascend.integrations.deepspeed.buffers import CastWriter
 from memascend.integrations.deepspeed.files import AioHandle
-from memascend.integrations.deepspeed.kept import Kept, KeptStates, spread
+from memascend.integrations.deepspeed.kept import KeptStates, ResidentChunk, spread
 from memascend.integrations.deepspeed.pinned import PINNED
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class _Slot:
         self.read_gradient = {torch.float32: self.gradient, **dict(zip(narrow, parts, strict=True))}
         self.reads, self.writes = AioHandle(), AioHandle()
         #: The chunk in hand if its states stay in memory, outside `states`.
-        self.kept: Kept | None = None
+        self.kept: ResidentChunk | None = None
 
     def states_of(self, chunk: _Chunk) -> list[torch.Tensor]:
         if self.kept is not None:
@@ -243,7 +243,7 @@ class _Chunk:
     is_last: bool
 
 
-class Step:
+class StreamedStep:
     """One step of all sub-groups that stream, in order."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -276,7 +276,9 @@ class Step:
         for index in spread([chunk.numel * per_element for chunk in self._chunks], self.swapper.kept.room_bytes):
             chunk = self._chunks[index]
             states = [PINNED.empty(chunk.numel, dtype) for dtype in dtypes]
-            self.swapper.kept.add(self._name(chunk.sub_group), Kept(states, self._paths(chunk.sub_group), chunk.start))
+            self.swapper.kept.add(
+                self._name(chunk.sub_group), ResidentChunk(states, self._paths(chunk.sub_group), chunk.start)
+            )
 
     def run(self, sub_group: int) -> None:
         """Update one sub-group, and start to read those that follow."""
@@ -504,7 +506,7 @@ def _now_streams(self: Any, sub_group: int) -> bool:
         return False
     if self._memascend_step is None:
         fill_missing(self)
-        self._memascend_step = Step(self)
+        self._memascend_step = StreamedStep(self)
     return True
 
 
