@@ -1,4 +1,4 @@
-"""`--boundaries`: packed documents that do not see each other, what is said of them, and runs from before it."""
+"""`--boundaries`: packed documents that do not see each other, the lines about them, and runs from before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memascend plan` in a few lines: whether a run fits, how long it takes here, and what lowers what it writes."""
+"""`memascend plan` in a few lines: whether a run fits, how long it takes here, and how to have it write less."""
 
 from __future__ import annotations
 

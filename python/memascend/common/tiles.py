@@ -16,7 +16,7 @@ def check_tile_tokens(tokens: int | str | None) -> None:
 
 
 def parse_tile_tokens(text: int | str | None) -> int | str | None:
-    """Return the tokens of a tile, of which a number may be written as a string.
+    """Return the tokens of a tile; a number may be a string.
 
     Raises ValueError as `check_tile_tokens` does.
     """

@@ -1,4 +1,4 @@
-"""What this build and this machine have, in a few lines: `memascend --version`."""
+"""The features of this build and this machine, in a few lines: `memascend --version`."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from memascend.doctor.findings import Finding, note, ok, problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What memascend cannot do without.
+#: Packages that memascend needs.
 NEEDED = ("torch", "numpy")
-#: What its parts are for, beside it or behind it; not installed is no fault.
+#: Packages that parts of it integrate with; their absence is no fault.
 OPTIONAL = (
     "transformers",
     "safetensors",

@@ -18,7 +18,7 @@ from memascend.hardware import drives
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Filesystems on which a store is slow, or not what it seems, and why.
+#: Filesystems on which a store is slow or misleading, and why.
 PITFALLS = {
     **dict.fromkeys(drives.IN_MEMORY, "it is memory: a store there takes memory that no budget counts"),
     "overlay": "the layers of a container: slower, and gone with the container",
@@ -38,7 +38,7 @@ SMALL_BYTES = 26 * 10**9
 
 
 def storage(location: drives.Location, measure: bool = True) -> Iterator[Finding]:
-    """Yield what is to be said of a directory or a raw device, which is written to and left as it was."""
+    """Yield the findings on a directory or a raw device, which is written to and left as it was."""
     name = os.fspath(location)
     try:
         if not drives.is_device(location):

@@ -30,7 +30,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def system() -> Iterator[Finding]:
-    """Yield what the kernel and the machine have."""
+    """Yield the findings on the kernel and the machine."""
     yield from _kernel()
     yield _io_uring()
     yield _locked_memory()

@@ -104,19 +104,19 @@ def forecast(
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned,
-    and for "auto" that with which a run would begin on this machine now.
+    and for "auto" the budget with which a run would begin on this machine now.
     `boundaries`: packed documents are apart in attention, by a mask, where the model makes one.
-    `kept` is how many generations the store keeps beside those of the last steps, such as the best model.
-    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
-    other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
-    Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
-    bytes per second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
+    `kept` is how many generations the store keeps beside the last steps', such as the best model.
+    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds the
+    savings of other budgets, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
+    Over several `ranks` the forecast is of the first of them, and `network` is the rate of their network, in bytes per
+    second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
     gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `base_bits`: linear
     weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`); without it layers that are
     quantised in the directory's files stay so under adapters, where they can. `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
-    are of `memascend.forecast.endurance`, what a run writes in all. `compare` "zero-infinity" adds what that would hold
-    and move.
+    are inputs of `memascend.forecast.endurance`, the writes of the whole run. `compare` "zero-infinity" adds the memory
+    and traffic of ZeRO-Infinity.
 
     Raises:
         CheckpointError: the configuration cannot be used.

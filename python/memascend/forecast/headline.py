@@ -1,4 +1,4 @@
-"""A forecast in three lines: whether the run fits, how long a step takes here, and what the whole run takes."""
+"""A forecast in three lines: whether the run fits, how long a step takes here, and the needs of the whole run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = (("days", 86400, 360000), ("h", 3600, 3600), ("min", 60, 60), ("s", 1, 0
 
 
 def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
-    """Return the lines on what `forecast` returned; `free_bytes` are those of the drives that will have the store."""
+    """Return the lines on a result of `forecast`; `free_bytes` is the free space on the store's drives."""
     lines = [_fit(prediction, free_bytes), _step(prediction), _run(prediction)]
     if (memory := prediction["host_memory"])["automatic"]:
         lines.append(

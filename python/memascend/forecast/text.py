@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_text(prediction: Mapping[str, Any]) -> str:
-    """Write what `forecast` returned as tables."""
+    """Return a result of `forecast` as tables."""
     space = prediction["ssd_space"]
     # A state that the optimizer does not keep is not worth a row. Activations are, though there may
     # be none.
@@ -168,7 +168,7 @@ def _savings_table(endurance: Mapping[str, Any]) -> str:
 
 
 def curve_text(points: Sequence[Mapping[str, Any]]) -> str:
-    """Return what other budgets would save."""
+    """Return a table of other budgets and their savings."""
     timed = "seconds_at_least" in points[0]
     rows = [
         [
@@ -246,7 +246,7 @@ def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
 
 
 def zero_infinity_text(prediction: Mapping[str, Any]) -> str:
-    """Return ZeRO-Infinity's host memory beside that of the plan."""
+    """Return a table of ZeRO-Infinity's host memory beside the plan's."""
     zero, size = prediction["zero_infinity"], format_size
     planned = prediction["ssd_traffic"]["planned"]
     ours_per_parameter = planned["read_bytes_per_parameter"] + planned["written_bytes_per_parameter"]

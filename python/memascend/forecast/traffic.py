@@ -60,7 +60,7 @@ class Workload:
     tile_tokens: int | str | None = None
     #: Whether a mask keeps the documents of a packed sequence apart, if the model makes one.
     boundaries: bool = False
-    #: Generations that the store keeps beside those of the last steps, such as the best model.
+    #: Generations that the store keeps beside the last steps', such as the best model.
     kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1

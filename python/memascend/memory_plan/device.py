@@ -46,8 +46,8 @@ MARGIN_SHARE = 1 / 16
 #: If the tokens of a batch are not known: the share of a budget that is left to activations by
 #: buffers that spare the device a wait, and by buffers that only cache weights.
 AHEAD_LEAVES, CACHE_LEAVES = 1 / 4, 1 / 2
-#: What PyTorch may take beyond its estimate, as a share of it: buffers that only cache weights leave as much. Most of
-#: it are freed segments that the allocator keeps, of other sizes than are wanted next: in five runs on an H200 it
+#: The share by which PyTorch may exceed its estimate: buffers that only cache weights leave as much. Most of it are
+#: freed segments that the allocator keeps, of other sizes than are wanted next: in five runs on an H200 it
 #: reserved up to 1/6 more than the tensors' estimate and the other lines (`benches/results/device-h200-3.json`).
 ESTIMATES_OFF = 1 / 4
 #: Without `tokens`, the least plan has room for a batch of so many, or, where nothing is known of the model's layers,
@@ -311,7 +311,7 @@ def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int,
 
 
 def _unknown_line(computing: Estimate) -> Line:
-    """Return the line of what PyTorch holds of a batch of unknown size, with the least that it may be."""
+    """Return the line of PyTorch's memory for a batch of unknown size, with the least that it may be."""
     least = computing.lines(LEAST_TOKENS)
     if least is None:
         note = f"allowance: {format_size(LEAST_ACTIVATIONS_BYTES)}, as batch_tokens or the layers' widths are not known"
@@ -335,7 +335,7 @@ def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What PyTorch's share of the memory depends on, beside the tokens of a batch."""
+    """The inputs of the estimate of PyTorch's share, beside the tokens of a batch."""
 
     units: Sequence[Unit]
     config: Any
@@ -401,7 +401,7 @@ class Estimate:
         return fits
 
     def _of_layer(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
-        """Return what is there of a layer that computes `tokens` at once, on tiles of them if it does."""
+        """Return the tensors of a layer that computes `tokens` at once, on tiles of them if it does."""
         tile = tokens if self.tile_tokens is None else tile_of(self.tile_tokens, tokens)
         if tile >= tokens:
             return shape.layer_tensors(tokens, itemsize)

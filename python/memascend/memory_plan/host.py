@@ -4,11 +4,11 @@ The plan is all that memascend holds: the arena's classes, and bookkeeping of Py
 per parameter and unit that were fitted to `benches/plan_accuracy.py`. PyTorch's own temporaries are not in it;
 `forecast/` estimates them.
 
-First come the needs: the buffers of weights (`classes`), of what is read in parts (`in_parts`) and of bytes that move
-(`transfers`), and what is beside the arena (`beside`). The remainder goes where a spare byte saves most. Tables come
-last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget has room for
-it after everything else. What is left then keeps optimizer states: a byte of a gradient saves its write and its read,
-one of a weight two reads, one of a state a read, and a write where not every step is durable.
+First come the needs: the buffers of weights (`classes`), of units that are read in parts (`in_parts`) and of bytes that
+move (`transfers`), and memory beside the arena (`beside`). The remainder goes where a spare byte saves most. Tables
+come last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget has room
+for it after everything else. The rest keeps optimizer states: a byte of a gradient saves its write and its read, one of
+a weight two reads, one of a state a read, and a write where not every step is durable.
 """
 
 from __future__ import annotations
