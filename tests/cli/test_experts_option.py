@@ -128,8 +128,8 @@ def test_adapters_are_at_every_linear_layer_but_experts() -> None:
     [
         ([], {"lora_rank": None}, "--experts pieces is for experts that are not trained: give --lora-rank too"),
         (["--in-memory"], {}, "--experts pieces reads experts from an SSD: leave it out, or --in-memory"),
-        ([], {"base_bits": 4}, "--experts pieces cannot be had yet with --base-bits: leave one of them out"),
-        (["--tile-tokens", "8"], {}, "experts='pieces' and tile_tokens cannot be had together yet"),
+        ([], {"base_bits": 4}, "--experts pieces does not work yet with --base-bits: leave one of them out"),
+        (["--tile-tokens", "8"], {}, "experts='pieces' and tile_tokens do not work together yet"),
         (
             ["--lora-targets", "q_proj", "gate_proj", "up_proj", "down_proj"],
             {},

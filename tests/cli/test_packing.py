@@ -166,4 +166,4 @@ def test_a_run_with_boundaries_is_that_in_memory_and_goes_on_as_it_began(
 def test_boundaries_are_of_packed_documents(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = words_of(tmp_path / "model", tmp_path / "out", tmp_path / "store", data=tmp_path)
     assert main.main([*words, "--no-packing", "--boundaries", "on"]) == main.BAD_INPUT
-    assert "--boundaries is of documents that are packed" in capfd.readouterr().err
+    assert "--boundaries works only with packed documents" in capfd.readouterr().err

@@ -291,7 +291,7 @@ def test_float32_weights_with_rounded_gradients(tmp_path: Path, recompute: bool)
 
 
 def test_values_of_update(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="update='now' is none of 'forward', 'backward'"):
+    with pytest.raises(ValueError, match="update='now' is not one of 'forward', 'backward'"):
         offload(tmp_path, host_memory="64MiB", update="now")
 
 

@@ -20,7 +20,7 @@ def parse_held_out(text: str) -> float | Path:
     except ValueError:
         return Path(text)
     if not 0 < fraction < 1:
-        raise ValueError(f"{text} is no fraction between 0 and 1; write a file of that name as ./{text}")
+        raise ValueError(f"{text} is not a fraction between 0 and 1; for a file of that name write ./{text}")
     return fraction
 
 

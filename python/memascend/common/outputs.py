@@ -122,7 +122,7 @@ def put_in_place(finished: Path, out: Path, *, replaces: bool = False) -> None:
         sync(out.parent)
         return
     if os.path.lexists(out):  # made since the start of the run; a rename onto an empty directory would succeed
-        raise OutputError(f"--out {out} was created by another process during the run: nothing was written over it")
+        raise OutputError(f"--out {out} was created by another process during the run: it was not overwritten")
     os.rename(finished, out)
     sync(out.parent)
 

@@ -25,7 +25,7 @@ def _io_uring() -> str:
     try:
         FileEngine(engine="ring")
     except (MemascendError, OSError) as error:
-        return f"no ({error}): threads in its place"
+        return f"no ({error}): threads are used instead"
     return "yes"
 
 

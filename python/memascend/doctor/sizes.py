@@ -56,7 +56,7 @@ def sizes(stores: Sequence[Location]) -> Finding:
         text += f" (SSD for full: {needed})" if needed else ""
     if all(found.values()):
         return ok("models", f"{text}. `memascend plan` counts any model")
-    return note("models", text, "Free memory or disk: `memascend plan MODEL --store DIR` says what a run takes")
+    return note("models", text, "Free memory or disk: `memascend plan MODEL --store DIR` shows the needs of a run")
 
 
 def _largest(kind: str, memory: int, ssd: int | None) -> str | None:

@@ -50,7 +50,7 @@ def _python() -> Finding:
     return note(
         "Python",
         f"{text}, free-threaded: memascend needs the GIL, which Python turns on again when it is imported",
-        "Use the ordinary Python of this version, and leave PYTHON_GIL=0 and -X gil=0 away",
+        "Use the ordinary Python of this version, without PYTHON_GIL=0 and -X gil=0",
     )
 
 

@@ -153,7 +153,7 @@ def _rating(endurance: Mapping[str, Any]) -> str:
 def _savings_table(endurance: Mapping[str, Any]) -> str:
     steps, begin = endurance["steps"], endurance["begin_bytes"]
     return _table(
-        "What would write less, each by itself; other steps, optimizers and states change results too",
+        "Options that write less, each by itself; other steps, optimizers and states change results too",
         ["option", "a step", f"{steps:,} steps' tokens", "saved"],
         [
             [
@@ -230,7 +230,7 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
 
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     if pytorch is None:
-        return "On top: PyTorch's memory is not known: the model's code cannot be run without values"
+        return "On top: PyTorch's memory, which is not known: the model's code cannot be run without values"
     projections = pytorch["projections_bytes"]
     return _table(
         "On top: PyTorch's memory (an estimate, from a run of the model's code without values)",

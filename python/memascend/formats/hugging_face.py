@@ -159,7 +159,7 @@ def _check_frozen(
     frozen: str | None, frozen_bits: int | str | None, durability: str, keep_store: bool | str | None
 ) -> None:
     if frozen not in (None, "store", "files"):
-        raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
+        raise ValueError(f"frozen={frozen!r} is not one of None, 'store' and 'files'")
     check_bits(frozen_bits, durability, keep_store)
     if frozen_bits is not None and frozen != "store":
         what = "keeps frozen weights as they are published" if frozen_bits == PUBLISHED else "quantises frozen weights"

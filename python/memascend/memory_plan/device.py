@@ -159,7 +159,7 @@ def make_device_plan(
     """
     if budget is None:
         if free is None:
-            raise ValueError("without a budget for device memory it takes `free`, the free memory of the device")
+            raise ValueError("give `free`, the free memory of the device, where there is no budget of device memory")
         budget = int(free * (1 - MARGIN_SHARE))
     tables = [unit for unit in units if unit.is_table]
     gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
@@ -500,10 +500,10 @@ def _too_small(plan: DevicePlan, tokens: int | None, most: int | None, computing
         knobs.append("a loss that makes the logits in pieces (Liger-Kernel's fused linear cross entropy)")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit there whole")
+        knobs.append(f"a smaller model: its largest part ({largest}) must fit there as a whole")
     return BudgetError(
         f"a device memory budget (device_memory) of {format_size(plan.budget)} is too small: the least is "
         f"{format_size(plan.smallest_bytes)} ({plan.smallest_bytes} bytes); from {format_size(plan.overlap_bytes)} on, "
-        f"copying overlaps computing. Asked for by\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
+        f"copying overlaps computing. The least plan:\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
         plan.smallest_bytes,
     )

@@ -61,7 +61,7 @@ def make_plan(
         return _plan(units, budget, update, on_device, threads, inputs)
     if most < budget:
         raise BudgetError(
-            f"host_memory_max is {format_size(most)}, less than the {format_size(budget)} of host_memory", budget
+            f"host_memory_max ({format_size(most)}) is less than host_memory ({format_size(budget)})", budget
         )
     plan = _plan(units, budget, update, on_device, threads, inputs, elastic=True)
     plan.most = _plan(units, most, update, on_device, threads, inputs, elastic=True, sizes=_sizes_of(plan))
@@ -77,8 +77,8 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
     assert plan.most is not None
     if budget > plan.most.budget:
         raise BudgetError(
-            f"{format_size(budget)} is more than the host_memory_max of {format_size(plan.most.budget)} that the model "
-            "was opened with",
+            f"{format_size(budget)} is more than the host_memory_max of {format_size(plan.most.budget)} with which the "
+            "model was opened",
             plan.smallest_bytes,
         )
     made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)

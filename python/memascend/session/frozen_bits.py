@@ -34,7 +34,7 @@ class Quantising:
 def check_bits(frozen_bits: int | str | None, durability: str, keep_store: bool | str | None) -> None:
     """Raise ValueError for bits that there are none of, or for a store that would keep such weights."""
     if frozen_bits not in (None, *BITS, PUBLISHED):
-        raise ValueError(f"frozen_bits={frozen_bits!r} is none of None, {', '.join(map(repr, (*BITS, PUBLISHED)))}")
+        raise ValueError(f"frozen_bits={frozen_bits!r} is not one of None, {', '.join(map(repr, (*BITS, PUBLISHED)))}")
     if frozen_bits is not None and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
             "with frozen_bits the layers do not lie in the store, which has nothing that could be kept: leave out "
@@ -45,9 +45,9 @@ def check_bits(frozen_bits: int | str | None, durability: str, keep_store: bool 
 def check_beside(options: OffloadOptions, ranks: Ranks | None, frozen_bits: int | str) -> None:
     """Raise DataError, a ValueError, where quantised weights cannot lie beside the store."""
     if ranks is not None:
-        raise DataError("frozen_bits cannot be had yet where a store is divided over ranks: leave it out")
+        raise DataError("frozen_bits does not work yet where a store is divided over ranks: leave it out")
     if options.experts == "pieces":
-        raise DataError("frozen_bits cannot be had yet with experts='pieces': leave one of them out")
+        raise DataError("frozen_bits does not work yet with experts='pieces': leave one of them out")
     for path in store_paths(cast("StorePaths", options.store)) if frozen_bits != PUBLISHED else ():
         if str(path).startswith("UUID=") or Path(path).is_block_device():
             raise DataError(

@@ -59,7 +59,7 @@ def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions
         ),
     ):
         if refused:
-            raise MemascendError(f"{option} cannot be had yet where a store is divided over ranks: use {instead}")
+            raise MemascendError(f"{option} does not work yet where a store is divided over ranks: use {instead}")
     return replace(options, durability=durability, fused_loss=False)
 
 

@@ -120,7 +120,7 @@ def opened(source: ModelSource, room: DividedBudget, how: Opening) -> Iterator[A
 def _opened(source: ModelSource, host_memory: int | str, how: Opening, stack: ExitStack) -> Any:
     if source.is_store:
         if how.base_bits is not None:
-            raise DataError("--base-bits is of a model directory or adapters: leave it out for a store")
+            raise DataError("--base-bits works only with a model directory or adapters: leave it out for a store")
         # Its experts were trained or frozen as a part of the run.
         options: dict[str, Any] = {"host_memory": host_memory, "durability": "none", "experts": how.experts or "whole"}
         return memascend.resume(list(source.paths), **options).model
