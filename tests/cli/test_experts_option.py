@@ -127,7 +127,7 @@ def test_adapters_are_at_every_linear_layer_but_experts() -> None:
     ("flags", "changed", "told"),
     [
         ([], {"lora_rank": None}, "--experts pieces is for experts that are not trained: give --lora-rank too"),
-        (["--in-memory"], {}, "--experts pieces reads experts from an SSD: leave it out, or --in-memory"),
+        (["--in-memory"], {}, "--experts pieces reads experts from an SSD: leave it out, or leave out --in-memory"),
         ([], {"base_bits": 4}, "--experts pieces does not work yet with --base-bits: leave one of them out"),
         (["--tile-tokens", "8"], {}, "experts='pieces' and tile_tokens do not work together yet"),
         (
