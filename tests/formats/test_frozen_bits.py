@@ -14,8 +14,9 @@ from torch import nn
 
 import memascend
 from memascend.errors import CheckpointError, MemascendError, StoreError
-from memascend.formats.quantised import beside, quantising
+from memascend.layout import quantising
 from memascend.layout.bits import quantised_nbytes
+from memascend.session import quantised_files
 from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def test_bytes_that_the_drive_has_changed_are_found(
 def test_weights_of_many_pieces_take_turns_among_drives(
     tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "PIECE_ELEMENTS", 8192)
+    monkeypatch.setattr(quantised_files, "PIECE_ELEMENTS", 8192)
     theirs = models.llama(intermediate_size=704)
     ours = opened(theirs, 4, store=[tmp_path / "a", tmp_path / "b"])
     quantised_in_memory(theirs, 4)
@@ -198,7 +199,7 @@ def test_a_drive_without_room_is_named(
     def no_room(fd: int, *_: object) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(beside.os, call, no_room)
+    monkeypatch.setattr(quantised_files.os, call, no_room)
     with pytest.raises(OSError, match=r"No space left on device.*store0"):
         opened(models.llama(), 4)
     assert not _unnamed(tmp_path)

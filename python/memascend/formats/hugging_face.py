@@ -12,7 +12,6 @@ from memascend._memascend import return_large_blocks_to_system
 from memascend.autograd.binding import materialise
 from memascend.durability.record import source_of
 from memascend.formats.heads import change_config
-from memascend.formats.quantised.beside import quantise_beside
 from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.saving import parse_dtype
 from memascend.formats.transformers_models import (
@@ -30,6 +29,7 @@ from memascend.options import TUNING_NAMES
 from memascend.session import rank_checks
 from memascend.session.frozen_bits import check_beside, check_bits
 from memascend.session.open import open_session, opening
+from memascend.session.quantised_files import quantise_beside
 from memascend.session.rank_hooks import hooks_for
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 As in QLoRA they are the weights of linear layers within repeated layers, and there also experts that lie in one
 parameter. Embeddings, heads, norms, biases and routers stay as they are. A unit that has such weights lies in no store:
-its bytes are in a file beside it (`memascend.formats.quantised.beside`).
+its bytes are in a file beside it (`memascend.session.quantised_files`).
 """
 
 from __future__ import annotations

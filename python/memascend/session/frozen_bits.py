@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 from memascend.errors import DataError
 from memascend.layout.bits import BITS, PUBLISHED
 from memascend.session.runtime import store_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import nn
 
     from memascend.layout.units import ParameterEntry
     from memascend.options import OffloadOptions, StorePaths
     from memascend.ranks.group import Ranks
-    from memascend.session.session import Session
-
-
-class Quantising:
-    """How the weights of a session are quantised: a matter of `memascend.formats`, which sets it."""
-
-    #: Called with the session, a function that fills a tensor of one dimension with the elements of a weight from a
-    #: number on, and one that is told the bytes done and the bytes in all.
-    beside: ClassVar[
-        Callable[[Session, Callable[[ParameterEntry, torch.Tensor, int], None], Callable[[int, int], None]], None]
-    ]
 
 
 def check_bits(frozen_bits: int | str | None, durability: str, keep_store: bool | str | None) -> None:
