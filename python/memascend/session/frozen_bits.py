@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from memascend.errors import DataError
+from memascend.hardware.drives import is_device
 from memascend.layout.bits import BITS, PUBLISHED
 from memascend.session.runtime import store_paths
 
@@ -36,7 +36,7 @@ def check_beside(options: OffloadOptions, ranks: Ranks | None, frozen_bits: int 
     if options.experts == "pieces":
         raise DataError("frozen_bits does not work yet with experts='pieces': leave one of them out")
     for path in store_paths(cast("StorePaths", options.store)) if frozen_bits != PUBLISHED else ():
-        if str(path).startswith("UUID=") or Path(path).is_block_device():
+        if is_device(path):
             raise DataError(
                 f"frozen_bits puts the weights in files, and {path} is a raw block device: give a directory as store"
             )

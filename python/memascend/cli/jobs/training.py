@@ -18,6 +18,7 @@ from memascend.cli.recipes.tasks import OWN, TASKS, Task
 from memascend.cli.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
+from memascend.hardware.drives import is_device
 from memascend.layout.bits import COMPUTED_IN
 from memascend.session.compute import ComputeOptions
 
@@ -139,7 +140,7 @@ def _conflict(settings: Settings) -> str | None:
         return problem
     if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
         return "--keep-store and --durability need a model that is trained itself: leave them out with --lora-rank"
-    if settings.lora_rank and any(path.is_block_device() for path in settings.store):
+    if settings.lora_rank and any(map(is_device, settings.store)):
         return "adapters are kept in files: with --lora-rank, --store takes directories"
     if settings.base_bits and (problem := _conflict_of_base(settings)):
         return f"--base-bits {settings.base_bits} {problem}"
@@ -224,7 +225,7 @@ def _conflict_of_updates(settings: Settings) -> str | None:
 
 def _is_within(path: Path, folder: Path) -> bool:
     """Return whether a directory is `folder`, or a folder in it."""
-    return not path.is_block_device() and path.absolute().is_relative_to(folder.absolute())
+    return not is_device(path) and path.absolute().is_relative_to(folder.absolute())
 
 
 def _summary(settings: Settings, result: Result) -> str:
