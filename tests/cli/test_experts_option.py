@@ -200,7 +200,7 @@ def test_adapters_on_experts_answer_with_all_of_them(model_dir: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
     peft.get_peft_model(model, config).save_pretrained(model_dir.parent / "adapters")
     source = sources.source_of([model_dir.parent / "adapters"])
-    room = sources.Room((least("pieces") + least("whole")) // 2, 1, 0)
+    room = sources.DividedBudget((least("pieces") + least("whole")) // 2, 1, 0)
     with (
         pytest.raises(DataError, match="has adapters on all experts of a layer at once"),
         sources.opened(source, room, sources.Opening(model_dir.parent, "pieces")),
