@@ -22,7 +22,9 @@ import time
 from pathlib import Path
 
 from _common import GB, finish, fio, in_workdir, instruction_sets, machine, markdown, size, slowed
-from peak_memory import SHAPES, model_directory, parameter_count, start, words
+from _llama import parameter_count
+from _peak_systems import words
+from peak_memory import SHAPES, model_directory, start
 
 TOKENS = 128
 #: Of a step that the drive binds, by how much it may take longer than in proportion to its bytes.

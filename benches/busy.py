@@ -33,7 +33,7 @@ from pathlib import Path
 
 from _common import ChildFailed, finish, in_workdir, machine, markdown, run
 from _llama import SEED, llama_config, parameter_count, write_model
-from peak_memory import RUNS, VOCABULARY, budgets
+from _peak_systems import RUNS, VOCABULARY, budgets
 
 #: (hidden, intermediate, layers, heads, key/value heads)
 SHAPES = {"tiny": (256, 704, 4, 4, 2), "171m": (1024, 2816, 9, 16, 8), "0.51b": (1536, 4096, 16, 24, 12)}

@@ -44,7 +44,7 @@ def child(way: str, path: str, folder: str) -> None:
     import torch  # noqa: F401 (part of the baseline)
     import trl.data_utils
 
-    from memascend.cli.data import Blocks, ByteTokenizer, Documents
+    from memascend.cli.data import ByteTokenizer, Documents, TokenBlocks
 
     datasets.disable_progress_bars()
     tokenizer, scratch = ByteTokenizer(), Path(folder)
@@ -52,7 +52,7 @@ def child(way: str, path: str, folder: str) -> None:
     began = time.monotonic()
     if way == "memascend":
         documents = Documents([Path(path)], scratch=scratch)
-        blocks = Blocks(documents, tokenizer, scratch=scratch, seq_len=SEQ_LEN, seed=0, vocab_size=258)
+        blocks = TokenBlocks(documents, tokenizer, scratch=scratch, seq_len=SEQ_LEN, seed=0, vocab_size=258)
         tokens = sum(blocks.row(blocks.number(row))["input_ids"].numel() for row in range(ROWS))
     else:
         rows = datasets.load_dataset("json", data_files=path, split="train", cache_dir=folder)

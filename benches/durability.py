@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 
 from _common import GB, finish, fio, machine, markdown, run
-from peak_memory import LEARNING_RATE, MAX_NORM, SEED, SHAPES, TOKENS, VOCABULARY, llama_config
+from _llama import SEED, llama_config
+from _peak_systems import LEARNING_RATE, MAX_NORM, TOKENS, VOCABULARY
+from peak_memory import SHAPES
 
 #: name: durability, checksums
 VARIANTS = {

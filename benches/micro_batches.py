@@ -23,7 +23,9 @@ from pathlib import Path
 
 from _common import GB, end_as_child, finish, in_workdir, machine, markdown, rss, run, size
 from _common import start as start_child
-from peak_memory import RUNS, SEED, SHAPES, model_directory, parameter_count, words
+from _llama import SEED, parameter_count
+from _peak_systems import RUNS, words
+from peak_memory import SHAPES, model_directory
 
 SYSTEMS = ("sliced", "accumulated", "in memory")
 #: With DeepSpeed installed: parameters and states on NVMe, gradient_accumulation_steps of N.

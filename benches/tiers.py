@@ -24,7 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from _common import GB, ChildFailed, finish, in_workdir, machine, markdown, run
-from peak_memory import SHAPES, model_directory, parameter_count, refusal, start, words
+from _llama import parameter_count
+from _peak_systems import words
+from peak_memory import SHAPES, model_directory, refusal, start
 
 TOKENS = 128
 BUDGETS = ("least", "overlapping", "1GiB", "2GiB", "4GiB", "6GiB", "8GiB", "10GiB")

@@ -36,7 +36,9 @@ from pathlib import Path
 
 from _common import ChildFailed, enter, finish, in_workdir, machine, markdown, run, size, slowed
 from _common import start as start_child
-from peak_memory import SEED, SHAPES, MemascendRun, model_directory, parameter_count, words
+from _llama import SEED, parameter_count
+from _peak_systems import MemascendRun, words
+from peak_memory import SHAPES, model_directory
 from peak_memory import start as start_peak_memory
 from tiers import fio_mix
 

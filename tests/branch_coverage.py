@@ -1,7 +1,7 @@
 """Which branches of memascend-nvme and memascend-store their Rust tests take. `make coverage` runs it.
 
-The tools that read what instrumented tests write have to be those of rustc's own LLVM: they come from PyPI, or
-LLVM_TOOLS names the folder of others. `--missed` lists the lines of which a branch was never taken.
+The tools that read the profiles of instrumented tests have to be of rustc's own LLVM: they come from PyPI, or
+LLVM_TOOLS names the folder of others. `--missed` lists the lines with a branch that was never taken.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_tests(profiles: Path) -> list[str]:
     """Build and run the tests of the crates; returns their programs."""
     packages = [word for crate in CRATES for word in ("--package", crate)]
     triple = next(line[6:] for line in _said("rustc", "-vV").splitlines() if line.startswith("host: "))
-    # With --target, what only builds the crates is not instrumented.
+    # With --target, build scripts and macros are not instrumented.
     words = [
         "cargo",
         "test",
@@ -72,7 +72,7 @@ def _said(*words: str) -> str:
 
 
 def exported(where: Path, profiles: Path, programs: list[str]) -> dict[str, Any]:
-    """Return what llvm-cov says of the crates' own files."""
+    """Return the report of llvm-cov on the crates' own files."""
     merged = profiles / "merged.profdata"
     files = [str(path) for path in profiles.glob("*.profraw")]
     subprocess.run([where / "llvm-profdata", "merge", "-sparse", *files, "-o", merged], check=True)
@@ -83,7 +83,7 @@ def exported(where: Path, profiles: Path, programs: list[str]) -> dict[str, Any]
 
 
 def missed(file: dict[str, Any]) -> dict[int, str]:
-    """Return the lines of a file of which a branch was never taken, and which."""
+    """Return the lines of a file with a branch that was never taken, and which branches those are."""
     ways: dict[tuple[int, int], list[int]] = {}
     for line, column, _, _, true, false, *_ in file["branches"]:
         place = ways.setdefault((line, column), [0, 0])

@@ -1,8 +1,8 @@
 """Types the shell commands of README.md and of the pages, as a newcomer would: `make newcomer`.
 
-Each page has a directory of its own with a small model, chats and what other pages' commands have made
-(`newcomer_room.py`), under the names that the pages have. Commands are typed as they are written, but for what
-`SUBSTITUTED` names; those of `LEFT_OUT` need something that a fresh environment lacks.
+Each page has a directory of its own with a small model, chats and the results of other pages' commands
+(`newcomer_room.py`), under the names that the pages have. Commands are typed as they are written, but for the
+replacements of `SUBSTITUTED`; the commands of `LEFT_OUT` need something that a fresh environment lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What a command has that is not typed here, and why.
+#: Patterns of commands that are not typed here, and why.
 LEFT_OUT = {
     r"^make ": "builds and tests the project itself: continuous integration does",
     r"^pip install": "the environment is made with the wheel and its extras; nothing is on the package index yet",
@@ -35,7 +35,7 @@ LEFT_OUT = {
     r"fp8_model": "needs a quantised model: tests/cli/test_dequantize.py makes one",
     r"--resume --change": "goes on with a run that was interrupted: tests/cli/test_changes.py does",
 }
-#: What stands for the sizes of a large run: (pattern, replacement), and why.
+#: Replacements for the sizes of a large run: (pattern, replacement), and why.
 SUBSTITUTED = (
     (r"--steps \d+", "--steps 3", "a thousand steps take an hour"),
     (r"^memascend bench", "memascend bench --size 64MiB --seconds 0.2", "a drive is measured for ten seconds"),
@@ -77,7 +77,7 @@ def typed(command: str, room: Path) -> str:
 
 
 def clear(command: str, room: Path) -> None:
-    """Remove what an alternative to this command has written to the same places."""
+    """Remove the output of an alternative to this command."""
     words = shlex.split(command)
     if "plan" in words[:2] or "bench" in words[:2]:
         return
@@ -90,7 +90,7 @@ def clear(command: str, room: Path) -> None:
 
 
 def type_page(page: Path, room: Path, environment: dict[str, str]) -> list[str]:
-    """Type the commands of a page in `room` and return those that failed, with the last lines of what they said."""
+    """Type the commands of a page in `room` and return those that failed, with the last lines of their output."""
     failed = []
     exported: list[str] = []
     for command in commands(page):

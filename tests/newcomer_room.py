@@ -1,4 +1,4 @@
-"""What the commands of the pages take for granted: small models, chats, texts, and what earlier commands have made.
+"""The files that commands of the pages take for granted: small models, chats, texts, results of earlier commands.
 
 Run by the Python of a newcomer's environment, in the directory that it is to fill.
 """
@@ -74,7 +74,7 @@ def write_data() -> None:
 
 
 def write_runs(memascend_command: str) -> None:
-    """Make what other pages' commands have made: a model, its store with checkpoints, and adapters."""
+    """Make the results of other pages' commands: a model, its store with checkpoints, and adapters."""
     tune = [memascend_command, "finetune", "path/to/hf_model", "--store", "nvme/run1", "--host-memory", "256MiB"]
     small = ["--steps", "3", "--seq-len", "64", "--data", "chats.jsonl"]
     subprocess.run([*tune, *small, "--out", "adapters", "--lora-rank", "4"], check=True)

@@ -49,6 +49,13 @@ def test_the_smoke_runs_on_the_cpu(tmp_path: Path) -> None:
     assert hardware["moved"]["flops"] > 6 * 128 * 64 * 256
 
 
+def test_parts_of_io_run_in_an_interpreter_without_packages() -> None:
+    """DeepSpeed's interpreter runs one of them."""
+    program = [sys.executable, "-S", str(BENCHES / "io.py"), "--help"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0 and "{fio,peers,volumes,all}" in done.stdout, done.stderr
+
+
 def test_a_smoke_run_is_no_result() -> None:
     done = run("--smoke", "--out", BENCHES / "results" / "gpu-smoke.json")
     assert done.returncode == 2 and "not in benches/results" in done.stderr

@@ -1,4 +1,4 @@
-"""What `make mutants` leaves out is there to be left out: a change to a text that it replaces is noticed."""
+"""The lines that `make mutants` leaves out are there: a change to a text that it replaces is noticed."""
 
 from __future__ import annotations
 

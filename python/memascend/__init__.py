@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     )
 
 try:
-    #: That of Cargo.toml, from which the wheel has it.
+    #: The version of Cargo.toml, from which the wheel has it.
     __version__ = _importlib_metadata.version("memascend")
 except _importlib_metadata.PackageNotFoundError:  # a copy of the sources that was never installed
     __version__ = "0+unknown"

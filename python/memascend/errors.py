@@ -12,8 +12,8 @@ class StoreError(MemascendError, OSError):
     """The store's drive, directory or files failed.
 
     `errno` is set where the system gave one. Other attributes are None where they are unknown: `filename` (the file,
-    directory or device), `operation` ("read" or "write"), `offset` and `length` (bytes) of a transfer. `hint` says what
-    to do ("" if no remedy is known).
+    directory or device), `operation` ("read" or "write"), `offset` and `length` (bytes) of a transfer. `hint` is the
+    remedy ("" if none is known).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RankError(MemascendError):
 
 
 class BudgetError(MemascendError, ValueError):
-    """A budget of host or device memory cannot hold what the model needs; `smallest_bytes` can."""
+    """A budget of host or device memory is too small for the model; `smallest_bytes` is enough."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         """Take the message and the smallest budget that works, in bytes."""
@@ -84,18 +84,18 @@ class NonFiniteError(MemascendError):
 
 
 class DefectError(MemascendError):
-    """Something happened in memascend itself that never should: a panic of its native code, in this call or before it.
+    """A defect of memascend itself: its native code has panicked, in this call or before it.
 
-    What was open in the process then can only be closed. Its store has the last step that was committed.
+    Models that were open in the process can only be closed. Each store has the last step that was committed.
     """
 
     def __init__(self, what: str) -> None:
-        """Take what the panic said, and where."""
+        """Take the message of the panic, and where it was."""
         super().__init__(what)
         self.what = what
 
     def __str__(self) -> str:
-        """Return what happened, what is left, and how to report it."""
+        """Return the message: the cause, the state of open models, and how to report it."""
         return (
             f"a defect of memascend: {self.what}. What is open cannot be used any more, and nothing more is committed; "
             "the last committed step of each store is whole: close the model (memascend.close) or end the process, and "
@@ -113,7 +113,7 @@ class Abandoned(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
-#: What a forked child is told that uses what its parent has.
+#: The error of a forked child that uses a model of its parent.
 FORKED = (
     "this process was forked from the one that offloaded the model, which alone has its memory, its threads and its "
     "store: read what a DataLoader's worker or another child needs before the fork (weight.detach().clone()), use "
@@ -122,7 +122,7 @@ FORKED = (
 
 
 def closed_error(runtime: Any, message: str) -> MemascendError:
-    """Return the error of using what was closed, which says `message`, or that the process is a forked child."""
+    """Return the error of using a closed runtime, which says `message`, or that the process is a forked child."""
     return MemascendError(FORKED if runtime.forked else message)
 
 

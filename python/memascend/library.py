@@ -85,15 +85,15 @@ def stats(model: nn.Module) -> dict[str, Any]:
     - `pool_hits`, `pool_waits`, `pool_refusals`: leases served at once, leases served after waiting, and requests
       refused because no buffer was free. `fetch_waits`: how often the computation waited for a unit. `parameters`:
       number of elements. `generation`: number of the last durable generation, 0 for none.
-    - `seconds`: where the time went, by what the program was blocked on: `ssd_read`, `ssd_write`, `h2d`, `d2h`,
+    - `seconds`: where the time went, by the resource the program was blocked on: `ssd_read`, `ssd_write`, `h2d`, `d2h`,
       `cpu_update`, and `compute` for the remainder. Their sum is the time since the session was opened.
     - With a device: `device_bytes_budget`, the present ceiling, and `device_bytes_planned`; `device`: `h2d_bytes`,
       `d2h_bytes`, `h2d_copies`, `d2h_copies`, and how often Python (`waits_python`) or a native thread
       (`waits_worker`) waited for the device.
     - Where the store is divided over ranks: `rank`, `ranks`, and `network_bytes_sent`, the weights and gradients that
       this rank has sent to others.
-    - `threads`: `torch`, those that PyTorch computes with; `update`, those that update weights; `waits`, how PyTorch's
-      wait for each other now ("spin", "yield", or what decides that); and `processors`, of this process: `logical`,
+    - `threads`: `torch`, the number that PyTorch computes with; `update`, the number that updates weights; `waits`, how
+      PyTorch's wait for each other now ("spin", "yield", or the setting that decides it); `processors`: `logical`,
       `physical` (cores) and `quota` (processors' worth of time that its cgroups allow, or None).
     - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `host_bytes_in_huge_pages`: of the arena, when it
       was reserved; None where the system does not tell. `notices`: what the user should know about them.

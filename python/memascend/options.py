@@ -197,17 +197,17 @@ class OffloadOptions:
         _check_among("update", self.update, UPDATES)
         _check_among("experts", self.experts, EXPERTS)
         if self.experts == "pieces" and self.tile_tokens is not None:
-            raise ValueError("experts='pieces' and tile_tokens cannot be had together yet: leave one of them out")
+            raise ValueError("experts='pieces' and tile_tokens do not work together yet: leave one of them out")
         if self.activations not in (None, "recompute") and not self.recompute:
             raise ValueError(
-                f"activations={self.activations!r} is about the inputs of recomputed layers: leave recompute=True"
+                f"activations={self.activations!r} is for the inputs of recomputed layers: leave recompute=True"
             )
         if self.batch_tokens is not None and min(pair_of(self.batch_tokens)) < 1:
-            raise ValueError(f"batch_tokens={self.batch_tokens}: a batch has one token or more")
+            raise ValueError(f"batch_tokens={self.batch_tokens}: a batch has at least one token")
         if self.fused_loss not in (True, False, "auto"):
-            raise ValueError(f"fused_loss={self.fused_loss!r} is none of True, False and 'auto'")
+            raise ValueError(f"fused_loss={self.fused_loss!r} is not one of True, False and 'auto'")
         if not (self.keep_store is None or self.keep_store == REPLACE or isinstance(self.keep_store, bool)):
-            raise ValueError(f"keep_store={self.keep_store!r} is none of True, False, None and 'replace'")
+            raise ValueError(f"keep_store={self.keep_store!r} is not one of True, False, None and 'replace'")
         check_micro_batch_size(self.micro_batch_size)
         check_tile_tokens(self.tile_tokens)
         parse_durability(self.durability)
@@ -269,13 +269,13 @@ def parse_durability(durability: str) -> int | None:
     name, _, number = str(durability).partition(":")
     if name == "every" and number.isdecimal() and int(number) > 0:
         return int(number)
-    raise ValueError(f"durability {durability!r} is none of 'auto', 'step', 'every:N' and 'none'")
+    raise ValueError(f"durability {durability!r} is not one of 'auto', 'step', 'every:N' and 'none'")
 
 
 def check_micro_batch_size(rows: int | None) -> None:
     """Raise ValueError for a size that no micro-batch has."""
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise ValueError(f"micro_batch_size={rows!r}: a micro-batch has one sequence or more, a whole number")
+        raise ValueError(f"micro_batch_size={rows!r} is not a whole number of at least 1 sequence")
 
 
 def pair_of(batch_tokens: int | tuple[int, int]) -> tuple[int, int]:
@@ -291,4 +291,4 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 def _check_among(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")

@@ -129,7 +129,7 @@ def test_adapters_are_trained_further_and_merged(model_dir: Path, capfd: pytest.
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--dora"], "--dora is of adapters: give --lora-rank too"),
+        (["--dora"], "--dora works only with adapters: give --lora-rank too"),
         (["--lora-rank", "4", "--lora-targets", "q_proj", "nothing"], "--lora-targets 'nothing': no module of"),
         (["--lora-rank", "4", "--lora-targets", ".*q_proj"], "--lora-targets '.*q_proj': no module of"),
         (["--lora-rank", "4", "--lora-targets", "self_attn"], "--lora-targets self_attn: PEFT adds adapters to linear"),
@@ -236,4 +236,4 @@ def test_plans_count_the_adapters_described(
     assert planned(*targets, "--modules-to-save", "lm_head") - planned(*targets) == 258 * 64 * 16
     assert planned(*targets) < planned(*targets, "--dora") < planned("--dora")
     assert main.main(["plan", str(model_dir), "--seq-len", "32", "--dora"]) == main.BAD_INPUT
-    assert "--dora is of adapters: give --lora-rank too" in capfd.readouterr().err
+    assert "--dora works only with adapters: give --lora-rank too" in capfd.readouterr().err

@@ -14,8 +14,8 @@ from gguf_models import MODELS, write_adapters, write_model
 
 import memascend
 from memascend.cli.answers import room
-from memascend.cli.answers.generating import Generation
-from memascend.cli.answers.room import Room, cache_bytes, divide, speed_text
+from memascend.cli.answers.generating import Sampling
+from memascend.cli.answers.room import DividedBudget, cache_bytes, divide, speed_text
 from memascend.cli.answers.sources import Opening, opened, source_of
 from memascend.cli.answers.texts import read_prompts
 from memascend.cli.main import BAD_INPUT, main
@@ -169,10 +169,10 @@ def test_what_a_pass_reads_is_said_before(model: Any, tmp_path: Path, monkeypatc
     monkeypatch.setattr(room, "_rate", lambda weights: 1e6)
     made, _ = model
     source = source_of([tmp_path / "model"])
-    divided = Room((14 if made.config.vocab_size == 400 else 30) << 20, 2, 0)
+    divided = DividedBudget((14 if made.config.vocab_size == 400 else 30) << 20, 2, 0)
     with opened(source, divided, Opening(tmp_path)) as streamed:
         told = speed_text(streamed, source.weights, divided, 1000)
-        generation = Generation(NEW, 0.0)
+        generation = Sampling(NEW, 0.0)
         generation.answers(streamed, [[1, 2, 3]] * 2)
         before = read_bytes(streamed)
         generation.answers(streamed, [[1, 2, 3]] * 2)
@@ -186,8 +186,8 @@ def test_what_a_pass_reads_is_said_before(model: Any, tmp_path: Path, monkeypatc
     assert "and that gives each of 2 sequences one" in told
     enough = re.search(r"--host-memory ([\d.]+)MiB keeps", told)
     assert enough is not None, told
-    with opened(source, Room(int(float(enough[1]) * (1 << 20)), 1, 0), Opening(tmp_path)) as kept:
-        assert "stays in memory" in speed_text(kept, source.weights, Room(0, 1, 0))
+    with opened(source, DividedBudget(int(float(enough[1]) * (1 << 20)), 1, 0), Opening(tmp_path)) as kept:
+        assert "stays in memory" in speed_text(kept, source.weights, DividedBudget(0, 1, 0))
 
 
 def test_a_drive_is_timed(tmp_path: Path) -> None:

@@ -82,15 +82,15 @@ def test_answers_are_those_of_the_quantised_weights(model_dir: Path, capfd: pyte
     assert found == answers(room / "dequantised") != answers(model_dir)
     given = ["generate", str(model_dir), "--prompts", str(room / "prompts.txt"), "--max-new-tokens", "8"]
     assert main.main([*given, "--store", str(room), "--base-bits", "4", "--experts", "pieces"]) == main.BAD_INPUT
-    assert "frozen_bits cannot be had yet with experts='pieces'" in capfd.readouterr().err
+    assert "frozen_bits does not work yet with experts='pieces'" in capfd.readouterr().err
 
 
 def test_options_that_do_not_go_with_it_are_refused(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = words(model_dir, "out", base_bits=4)
     at = given.index("--lora-rank")
     for refused, told in (
-        (given[:at] + given[at + 2 :], "--base-bits 4 is of weights that are not trained themselves: give --lora-rank"),
-        (in_memory(given), "--base-bits 4 is of weights on an SSD: leave it out, or --in-memory"),
+        (given[:at] + given[at + 2 :], "--base-bits 4 quantises weights that are not trained: give --lora-rank"),
+        (in_memory(given), "--base-bits 4 works only with weights on an SSD: leave it out, or leave out --in-memory"),
         (words(model_dir, "out", base_bits=8, dtype="float32"), "computes in bfloat16: leave out --dtype float32"),
     ):
         assert main.main(refused) == main.BAD_INPUT

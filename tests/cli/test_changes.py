@@ -13,8 +13,8 @@ from commands import words_of
 from safetensors.torch import load_file
 
 from memascend.cli import main
-from memascend.cli.changes import Position
-from memascend.cli.data import Blocks
+from memascend.cli.changes import DataPosition
+from memascend.cli.data import TokenBlocks
 from memascend.cli.settings import Settings
 from memascend.recovery.resume import read_record
 
@@ -86,15 +86,15 @@ def test_steps_of_another_size_go_on_where_the_data_was(
     model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    number = Blocks.number
+    number = TokenBlocks.number
 
-    def noting(self: Blocks, position: int) -> int:
+    def noting(self: TokenBlocks, position: int) -> int:
         taken.append(position)
         return number(self, position)
 
     options = {"steps": 2, "schedule": "constant", "batch_size": 3}
     finetune(model_dir, "first", **options)
-    monkeypatch.setattr(Blocks, "number", noting)
+    monkeypatch.setattr(TokenBlocks, "number", noting)
     options |= {"steps": 3, "batch_size": 1, "grad_accum": 4}
     finetune(model_dir, "second", "--resume", "--change", **options)
     assert taken[-4:] == [6, 7, 8, 9]
@@ -128,6 +128,6 @@ def test_what_decides_the_bits_before_cannot_be_changed(model_dir: Path, capfd: 
 
 def test_epochs_count_what_was_taken_before(tmp_path: Path) -> None:
     settings = Settings(model_dir=tmp_path, data=[], out=tmp_path, epochs=2, batch_size=4)
-    assert Position().length(settings, 10) == 5
-    assert Position(steps=8, sequences=8).length(settings, 10) == 8 + 3
-    assert Position(steps=30, sequences=30).length(settings, 10) == 30
+    assert DataPosition().length(settings, 10) == 5
+    assert DataPosition(steps=8, sequences=8).length(settings, 10) == 8 + 3
+    assert DataPosition(steps=30, sequences=30).length(settings, 10) == 30

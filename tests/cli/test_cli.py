@@ -301,7 +301,7 @@ def test_rounded_gradients_are_planned_and_belong_to_the_run(room, capfd):
     assert 0 < found[1] < 0.6 * found[0]  # in whole pages
     on_gpu = ["--gradients", "bfloat16", "--gpu", "8GiB", "--flops", "1e12", "--pcie", "1e9", "--dram", "1e9"]
     assert main.main([*plan, *on_gpu, "--ssd", "1e9"]) == main.BAD_INPUT
-    assert "--gradients bfloat16 is of a run on the CPU" in capfd.readouterr().out
+    assert "--gradients bfloat16 works only on the CPU" in capfd.readouterr().out
 
 
 def test_skipped_files_are_told(room, capfd):

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from memascend import CheckpointError
-from memascend.cli.data import END_OF_DOCUMENT, PIECE_BYTES, Blocks, ByteTokenizer, Documents, load_tokenizer, shuffled
+from memascend.cli.data import (
+    END_OF_DOCUMENT,
+    PIECE_BYTES,
+    ByteTokenizer,
+    Documents,
+    TokenBlocks,
+    load_tokenizer,
+    shuffled,
+)
 from memascend.errors import DataError
 
 
@@ -33,7 +41,7 @@ def texts(paths, scratch, **options):
 def make_blocks(paths, scratch, *, seq_len=16, seed=0, tokens_max=None, vocab_size=258):
     documents = Documents(paths, scratch=scratch)
     try:
-        return Blocks(
+        return TokenBlocks(
             documents,
             ByteTokenizer(),
             scratch=scratch,

@@ -222,8 +222,8 @@ def test_room_for_weights_and_states_is_looked_for_first(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--eval-steps", "2"], "--eval-steps is of the evaluations of --eval"),
-        (["--eval", "1.5"], "1.5 is no fraction between 0 and 1"),
+        (["--eval-steps", "2"], "--eval-steps needs evaluations: give --eval"),
+        (["--eval", "1.5"], "1.5 is not a fraction between 0 and 1"),
         (["--eval", "0.1", "text.txt"], "--eval takes one fraction or files"),
         (["--eval", "nowhere"], "nowhere"),
         (["--eval", "0.99"], "leaves none to train on"),

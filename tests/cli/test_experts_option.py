@@ -127,9 +127,9 @@ def test_adapters_are_at_every_linear_layer_but_experts() -> None:
     ("flags", "changed", "told"),
     [
         ([], {"lora_rank": None}, "--experts pieces is for experts that are not trained: give --lora-rank too"),
-        (["--in-memory"], {}, "--experts pieces reads experts from an SSD: leave it out, or --in-memory"),
-        ([], {"base_bits": 4}, "--experts pieces cannot be had yet with --base-bits: leave one of them out"),
-        (["--tile-tokens", "8"], {}, "experts='pieces' and tile_tokens cannot be had together yet"),
+        (["--in-memory"], {}, "--experts pieces reads experts from an SSD: leave it out, or leave out --in-memory"),
+        ([], {"base_bits": 4}, "--experts pieces does not work yet with --base-bits: leave one of them out"),
+        (["--tile-tokens", "8"], {}, "experts='pieces' and tile_tokens do not work together yet"),
         (
             ["--lora-targets", "q_proj", "gate_proj", "up_proj", "down_proj"],
             {},
@@ -200,7 +200,7 @@ def test_adapters_on_experts_answer_with_all_of_them(model_dir: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
     peft.get_peft_model(model, config).save_pretrained(model_dir.parent / "adapters")
     source = sources.source_of([model_dir.parent / "adapters"])
-    room = sources.Room((least("pieces") + least("whole")) // 2, 1, 0)
+    room = sources.DividedBudget((least("pieces") + least("whole")) // 2, 1, 0)
     with (
         pytest.raises(DataError, match="has adapters on all experts of a layer at once"),
         sources.opened(source, room, sources.Opening(model_dir.parent, "pieces")),

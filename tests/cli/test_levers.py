@@ -1,4 +1,4 @@
-"""What `memascend finetune` shows and offers beside the training: its samples, and updates in the backward pass."""
+"""Options of `memascend finetune` beside the training: its samples, and updates in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command imports: help, pages and stores are shown without PyTorch, which takes seconds to import."""
+"""The imports of the command: help, pages and stores are shown without PyTorch, which takes seconds to import."""
 
 from __future__ import annotations
 

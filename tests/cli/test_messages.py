@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 from commands import in_memory, words_of
 
+from memascend.cli import space
 from memascend.cli.arguments import parser
 from memascend.cli.jobs import training
 from memascend.cli.main import BAD_INPUT, main
 from memascend.errors import DeviceError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from memascend.recovery import inspect
 
 
 @pytest.fixture
@@ -53,6 +52,7 @@ def error_of(capfd: pytest.CaptureFixture[str], words: dict[str, str]) -> str:
         ({"model": "gpt2"}, "a model of the hub is named with its organisation, as in ORG/gpt2"),
         ({"--out": "{store}"}, "store makes --out"),
         ({"--store": "{out}/in/it"}, "in/it makes --out"),
+        ({"--store": "UUID=0123-4567", "--lora-rank": "4"}, "with --lora-rank, --store takes directories"),
     ],
 )
 def test_mistakes(
@@ -63,6 +63,13 @@ def test_mistakes(
     seen = sorted(tmp_path.rglob("*"))
     assert problem in error_of(capfd, words)
     assert sorted(tmp_path.rglob("*")) == seen
+
+
+def test_a_device_that_is_named_by_its_uuid_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    device = Path("UUID=0123-4567")
+    assert space.free_bytes([tmp_path]) is not None and space.free_bytes([device]) is None
+    assert inspect.holds_store(device) and not inspect.holds_store(tmp_path)
 
 
 def test_a_command_is_suggested(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`--boundaries`: packed documents that do not see each other, what is said of them, and runs from before it."""
+"""`--boundaries`: packed documents that do not see each other, the lines about them, and runs from before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 from memascend.cli import main
 from memascend.cli.boundaries import with_boundaries
-from memascend.cli.data import Blocks, ByteTokenizer, Documents
+from memascend.cli.data import ByteTokenizer, Documents, TokenBlocks
 from memascend.cli.data.sequences import Sequences
 from memascend.cli.settings import Settings
 from memascend.errors import DataError
@@ -29,7 +29,7 @@ def write(file: Path, texts: list[str]) -> Path:
     return file
 
 
-def blocks_of(room: Path, texts: list[str], *, seq_len: int = SEQ_LEN, boundaries: bool = True) -> Blocks:
+def blocks_of(room: Path, texts: list[str], *, seq_len: int = SEQ_LEN, boundaries: bool = True) -> TokenBlocks:
     """Return packed texts in the order in which they are given."""
     scratch = room / f"scratch-{len(list(room.iterdir()))}"
     scratch.mkdir()
@@ -38,7 +38,7 @@ def blocks_of(room: Path, texts: list[str], *, seq_len: int = SEQ_LEN, boundarie
         patch.setattr("memascend.cli.data.blocks.shuffled", lambda index, _count, _key: index)
         try:
             options: dict[str, Any] = {"seed": 0, "vocab_size": 258, "boundaries": boundaries}
-            return Blocks(documents, ByteTokenizer(), scratch=scratch, seq_len=seq_len, **options)
+            return TokenBlocks(documents, ByteTokenizer(), scratch=scratch, seq_len=seq_len, **options)
         finally:
             documents.close()
 
@@ -166,4 +166,4 @@ def test_a_run_with_boundaries_is_that_in_memory_and_goes_on_as_it_began(
 def test_boundaries_are_of_packed_documents(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = words_of(tmp_path / "model", tmp_path / "out", tmp_path / "store", data=tmp_path)
     assert main.main([*words, "--no-packing", "--boundaries", "on"]) == main.BAD_INPUT
-    assert "--boundaries is of documents that are packed" in capfd.readouterr().err
+    assert "--boundaries works only with packed documents" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`memascend plan` in a few lines: whether a run fits, how long it takes here, and what lowers what it writes."""
+"""`memascend plan` in a few lines: whether a run fits, how long it takes here, and how to have it write less."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_budget_that_follows_the_machine_is_planned_as_a_run_begins(
     found = as_json(capfd, model_dir, "--host-memory", "auto")["host_memory"]
     assert found["automatic"] and found["budget_bytes"] == left // 2
     told = lines(capfd, model_dir, "--host-memory", "auto")
-    assert f"--host-memory auto begins with {format_size(left // 2)} here now" in told[3]
+    assert f"--host-memory auto would begin with {format_size(left // 2)} on this machine now" in told[3]
     given = as_json(capfd, model_dir, "--host-memory", "64MiB")["host_memory"]
     assert given["budget_bytes"] == 64 << 20 and not given["automatic"]
     assert main.main(["plan", str(model_dir), "--host-memory", "auto", "--ranks", "2"]) == main.BAD_INPUT
@@ -129,4 +129,4 @@ def test_adapters_write_nothing_and_keep_no_states(model_dir: Path, capfd: pytes
     )
     assert "--lora-rank" in capfd.readouterr().err
     assert main.main(["plan", str(model_dir), "--lora-rank", "4", "--ranks", "2", "--seq-len", "64"]) == main.BAD_INPUT
-    assert "--lora-rank is of a run in one process" in capfd.readouterr().err
+    assert "--lora-rank works only in one process" in capfd.readouterr().err

@@ -148,14 +148,14 @@ def test_a_killed_task_goes_on_to_the_same_bits(room: Path, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("task", "others", "told"),
     [
-        ("dpo", ["--in-memory"], "--in-memory is of the tasks sft and pretrain"),
+        ("dpo", ["--in-memory"], "--in-memory works only with the tasks sft and pretrain"),
         ("dpo", ["--trainer-options", "betta=0.1"], "DPOConfig has no betta: did you mean beta?"),
         ("dpo", ["--trainer-options", "learning_rate=1"], "is what --lr says"),
         ("dpo", ["--trainer-options", "beta"], "not of the form NAME=VALUE"),
         ("reward", ["--lora-rank", "4"], "leave out --lora-rank"),
-        ("sft", ["--trainer-options", "beta=1"], "--trainer-options is of the tasks dpo"),
-        ("dpo", ["--lora-rank", "4", "--experts", "pieces"], "--experts is of the tasks sft and pretrain"),
-        ("dpo", ["--sample", "Hello"], "--sample is of the tasks"),
+        ("sft", ["--trainer-options", "beta=1"], "--trainer-options works only with the tasks dpo"),
+        ("dpo", ["--lora-rank", "4", "--experts", "pieces"], "--experts works only with the tasks sft and pretrain"),
+        ("dpo", ["--sample", "Hello"], "--sample works only with the tasks"),
         ("dpo", ["--optimizer", "apollo-mini"], "apollo-mini is not for --task"),
     ],
 )

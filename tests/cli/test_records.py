@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from memascend.cli import main
-from memascend.cli.data import Blocks, ByteTokenizer, Documents, load_tokenizer, split
+from memascend.cli.data import ByteTokenizer, Documents, TokenBlocks, load_tokenizer, split
 from memascend.cli.data import blocks as blocks_module
 from memascend.cli.data.show import shown as shown_data
 from memascend.common.choices import parse_held_out
@@ -73,12 +73,14 @@ def lines(room: Path, *records: dict[str, Any]) -> Path:
     return file
 
 
-def blocks_of(room: Path, data: Path, *, seq_len: int = 16, template: str | None = PLAIN, **options: Any) -> Blocks:
+def blocks_of(
+    room: Path, data: Path, *, seq_len: int = 16, template: str | None = PLAIN, **options: Any
+) -> TokenBlocks:
     write_tokenizer(room / "tokenizer", template, bos=options.pop("bos", False))
     documents = Documents([data], scratch=room / "scratch")
     try:
         tokenizer = load_tokenizer(room / "tokenizer", 258)
-        return Blocks(
+        return TokenBlocks(
             documents, tokenizer, scratch=room / "scratch", seq_len=seq_len, seed=0, vocab_size=258, **options
         )
     finally:
@@ -159,7 +161,7 @@ def test_packed_documents_keep_their_labels(room: Path) -> None:
     blocks.close()
 
 
-def stored(blocks: Blocks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def stored(blocks: TokenBlocks) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return every sequence in stored order."""
     count = len(blocks)
     found = {}
@@ -293,7 +295,7 @@ def test_what_is_held_out_is_not_trained_on(room: Path) -> None:
         for number, part in enumerate(split(len(documents), 0.25)):
             scratch = room / f"side{number}"
             scratch.mkdir(exist_ok=True)
-            blocks = Blocks(
+            blocks = TokenBlocks(
                 documents, tokenizer, scratch=scratch, seq_len=16, seed=seed, vocab_size=258, packing=False, part=part
             )
             assert len(blocks) == (15 if number == 0 else 5)
@@ -329,7 +331,7 @@ def test_host_memory_does_not_grow_with_rows(room: Path) -> None:
         del rows
         tracemalloc.start()
         documents = Documents([room / "rows.parquet"], scratch=room / "scratch")
-        blocks = Blocks(
+        blocks = TokenBlocks(
             documents, ByteTokenizer(), scratch=room / "scratch", seq_len=64, seed=0, vocab_size=258, packing=False
         )
         blocks.batch(3, 4)

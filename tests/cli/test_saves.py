@@ -76,7 +76,7 @@ def test_a_store_without_room_for_another_does_not_end_the_run(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--keep-last", "2"], "--keep-last is of the checkpoints of --save-every"),
+        (["--keep-last", "2"], "--keep-last needs checkpoints: give --save-every"),
         (["--save-every", "2", "--durability", "none"], "--save-every keeps durable steps"),
         (["--save-every", "0"], "'0' is not"),
         (["--replace-store", "--resume"], "--replace-store deletes the run in the store"),

@@ -1,4 +1,4 @@
-"""Which models `memascend doctor` says can be trained here: by what `memascend plan` counts."""
+"""Which models `memascend doctor` says can be trained here: by the counts of `memascend plan`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import prose_lint
 import pytest
 
 pytestmark = pytest.mark.core
@@ -66,6 +67,37 @@ def test_the_names_of_the_package_can_be_imported() -> None:
     assert len(names) > 30
     for name in sorted(names):
         pkgutil.resolve_name(name)
+
+
+def test_the_modules_that_comments_name_are_there() -> None:
+    """In full, as `memascend.errors.StoreError`, or by folder and module: a folder that was renamed is noticed."""
+    folders: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        folders.setdefault(path.parent.name, set()).add(path.stem)
+    modules = set().union(*folders.values())
+    named, wrong = 0, []
+    sources = [path for folder in (PACKAGE, ROOT / "tests", ROOT / "benches") for path in folder.rglob("*.py")]
+    prose = [(source, number, text) for source in sources for number, text in prose_lint.prose_of(source)]
+    for source, number, text in prose:
+        for name in re.findall(r"`((?!torch\.)[a-z]\w*(?:\.\w+)+)`", text):
+            first, second, *_ = name.split(".")
+            named += first == "memascend"
+            if not is_there(name) if first == "memascend" else second in modules - folders.get(first, {first}):
+                wrong.append(f"{source.relative_to(ROOT)}:{number}: {name}")
+    assert named > 100
+    assert wrong == [], wrong
+
+
+def is_there(name: str) -> bool:
+    """Return whether the sources have a module of such a dotted name, or one with its next part as a word."""
+    path, parts = PACKAGE, name.split(".")[1:]
+    while parts and path.is_dir():
+        below = [path / f"{parts[0]}{ending}" for ending in ("", ".py", ".pyi")]
+        if not (found := [each for each in below if each.exists()]):
+            break
+        path, parts = found[0], parts[1:]
+    source = path if path.is_file() else path / ("library.py" if path == PACKAGE else "__init__.py")
+    return not parts or re.search(rf"\b{parts[0]}\b", source.read_text()) is not None
 
 
 def test_the_targets_of_make_are_there() -> None:

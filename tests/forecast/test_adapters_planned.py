@@ -1,4 +1,4 @@
-"""What adapters over frozen weights move, beside what a run of them moved."""
+"""The traffic of adapters over frozen weights, forecast and counted in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models keep the documents of a packed sequence apart: what is said of them beside what their logits show."""
+"""Which models keep the documents of a packed sequence apart: the forecast's answer, and their logits."""
 
 from __future__ import annotations
 

@@ -189,11 +189,11 @@ def test_the_command_prints_tables_or_one_error(
     cut.write_text('{"bf16": ')
     listed.write_text("[]")
     for more, told in (
-        (["--deepspeed", f"{file}.missing"], f"{file}.missing is no file"),
-        (["--deepspeed", str(model_dir)], f"{model_dir} is no file"),
+        (["--deepspeed", f"{file}.missing"], f"{file}.missing is not a file"),
+        (["--deepspeed", str(model_dir)], f"{model_dir} is not a file"),
         (["--deepspeed", str(file), "--host-memory", "1GiB"], "--host-memory is not of a plan with --deepspeed"),
         (["--deepspeed", str(cut)], f"{cut} cannot be read as JSON"),
-        (["--deepspeed", str(listed)], f"{listed}: it holds no JSON object"),
+        (["--deepspeed", str(listed)], f"{listed}: it does not hold a JSON object"),
     ):
         assert main.main(["plan", str(model_dir), *more]) == main.BAD_INPUT
         assert told in capfd.readouterr().err

@@ -144,7 +144,7 @@ def test_a_plan_shows_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert main.main([*words, "--steps", "500", "--tbw", "0.1"]) == 0
     shown = capfd.readouterr().out
     assert "Written by a run of 500 steps\n" in shown and "% of the 100.00 GB that a drive is rated for\n" in shown
-    assert "What would write less" in shown and "--states bfloat16" in shown
+    assert "Options that write less" in shown and "--states bfloat16" in shown
     stores = [word for name in ("a", "b") for word in ("--store", str(tmp_path / name))]
     assert main.main([*words, "--tbw", "0.1", *stores]) == 0
     assert "the busiest takes" not in capfd.readouterr().out, "both are on one drive"
@@ -218,7 +218,7 @@ def test_more_memory_than_the_machine_has_is_not_proposed(monkeypatch: pytest.Mo
     text = writes.text_of(found, 1.0, begins=True) or ""
     assert "--host-memory" not in text and "--states 8bit saves" in text
     assert "take fewer --steps" in (writes.text_of(found | {"savings": []}, 1.0, begins=True) or "")
-    # Without a rating, of what many drives are rated for, where that is worth a line.
+    # Without a rating, the usual rating of drives is named, where that is worth a line.
     usual = writes.text_of(endurance_of(), 20.0, begins=True) or ""
     assert "18.8% of what a drive rated for 600 TB takes" in usual and "saves" not in usual
     assert "--states 8bit saves" in (writes.text_of(endurance_of(), 10.0, begins=True) or "")

@@ -14,8 +14,9 @@ from torch import nn
 
 import memascend
 from memascend.errors import CheckpointError, MemascendError, StoreError
-from memascend.formats.quantised import beside, quantising
+from memascend.layout import quantising
 from memascend.layout.bits import quantised_nbytes
+from memascend.session import quantised_files
 from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def test_bytes_that_the_drive_has_changed_are_found(
 def test_weights_of_many_pieces_take_turns_among_drives(
     tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "PIECE_ELEMENTS", 8192)
+    monkeypatch.setattr(quantised_files, "PIECE_ELEMENTS", 8192)
     theirs = models.llama(intermediate_size=704)
     ours = opened(theirs, 4, store=[tmp_path / "a", tmp_path / "b"])
     quantised_in_memory(theirs, 4)
@@ -198,7 +199,7 @@ def test_a_drive_without_room_is_named(
     def no_room(fd: int, *_: object) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(beside.os, call, no_room)
+    monkeypatch.setattr(quantised_files.os, call, no_room)
     with pytest.raises(OSError, match=r"No space left on device.*store0"):
         opened(models.llama(), 4)
     assert not _unnamed(tmp_path)
@@ -267,11 +268,11 @@ def test_weights_that_are_quantised_do_not_train_later(opened: Callable[..., nn.
     [
         ({"frozen": None}, "quantises frozen weights, not those which are trained: give frozen='store'"),
         ({"frozen": "files"}, "not those whose files stay as they are: give frozen='store'"),
-        ({"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8, 'published'"),
+        ({"frozen_bits": 5}, "frozen_bits=5 is not one of None, 4, 8, 'published'"),
         ({"keep_store": True}, "leave out durability and keep_store, or frozen_bits"),
         ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
         ({"dtype": "float32"}, r"no such weights in bfloat16 \(model\.layers.*: give dtype='bfloat16'"),
-        ({"experts": "pieces"}, "cannot be had yet with experts='pieces': leave one of them out"),
+        ({"experts": "pieces"}, "does not work yet with experts='pieces': leave one of them out"),
         ({"store": "UUID=1234-5678"}, "UUID=1234-5678 is a raw block device: give a directory as store"),
     ],
 )
@@ -289,9 +290,9 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(options: dict[str, Any], 
         (lambda model: model.requires_grad_(True), {}, r"is not trained, and model\.embed_tokens\.weight is: give"),
         (lambda model: model.float(), {}, r"no such weights in bfloat16"),
         (lambda model: model.to("meta"), {}, r"has no values \(it is on meta\): memascend\.from_pretrained"),
-        (lambda model: model, {"frozen_bits": 5}, "frozen_bits=5 is none of None, 4, 8"),
+        (lambda model: model, {"frozen_bits": 5}, "frozen_bits=5 is not one of None, 4, 8"),
         (lambda model: model, {"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
-        (lambda model: model, {"experts": "pieces"}, "cannot be had yet with experts='pieces'"),
+        (lambda model: model, {"experts": "pieces"}, "does not work yet with experts='pieces'"),
         (lambda model: model, {"store": "UUID=1234-5678"}, "is a raw block device: give a directory as store"),
     ],
 )

@@ -378,7 +378,7 @@ def test_a_quantised_table_lies_in_the_store(
     [
         ({"frozen": None}, "'published' keeps frozen weights as they are published, not those which are trained"),
         ({"durability": "step"}, "leave out durability and keep_store, or frozen_bits"),
-        ({"experts": "pieces"}, "cannot be had yet with experts='pieces'"),
+        ({"experts": "pieces"}, "does not work yet with experts='pieces'"),
         ({}, "no layers whose weights are quantised, which stay as they are published with frozen_bits='published'"),
     ],
 )

@@ -126,7 +126,7 @@ def test_update_threads_follow_the_cores(
 def test_one_variable_sets_them(machine: Callable[..., processors.Processors], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(16)
     monkeypatch.setenv(threads.VARIABLE, "update=3, waits=yield,torch=5")
-    assert threads.settings() == threads.Settings(5, 3, "yield")
+    assert threads.settings() == threads.ThreadSettings(5, 3, "yield")
     assert threads.update_threads(True) == 3 and threads.torch_threads() == 5
     assert threads.update_threads(True, 7) == 7, "the option of a model comes first"
     with pytest.raises(ValueError, match="compute_threads=0: at least one"):

@@ -106,7 +106,7 @@ def chunks(tmp_path: Path) -> Any:
     states = kept.KeptStates()
     for start in (0, 1000):
         paths = [str(tmp_path / name) for name in ("masters", "exp_avg", "exp_avg_sq")]
-        states.add("group", kept.Kept([torch.rand(1000) for _ in paths], paths, start))
+        states.add("group", kept.ResidentChunk([torch.rand(1000) for _ in paths], paths, start))
     return states
 
 

@@ -1,4 +1,4 @@
-"""A Trainer beside transformers' own: what it prints, what it takes for arguments, and how clipping differs."""
+"""A Trainer beside transformers' own: its output, its arguments, and how clipping differs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ours(folder: Path, callbacks: Iterable[TrainerCallback] = (), **arguments: A
 
 
 class Reporter(TrainerCallback):
-    """What a reporter gets."""
+    """Notes the calls that a reporter gets."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def test_a_class_in_the_place_of_arguments_is_named(tmp_path: Path) -> None:
 
 
 def clip_in_fp64(parameters: Iterable[nn.Parameter], max_norm: float, **_: Any) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` with a sum of squares in fp64."""
+    """Clip as `torch.nn.utils.clip_grad_norm_`, with a sum of squares in fp64."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""TRL's own scripts, unchanged, over a model on SSD: what they write has the bits of a model in memory."""
+"""TRL's own scripts, unchanged, over a model on SSD: they write the bits of a model in memory."""
 
 from __future__ import annotations
 

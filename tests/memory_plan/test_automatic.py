@@ -41,7 +41,7 @@ class Machine:
             Bound(self.whole - self.plan.total, RESERVE, "the memory cgroup /run allows what it allows"),
         ]
 
-    def look(self, grad: bool = True, **situation: Any) -> auto_budget.Change | None:
+    def look(self, grad: bool = True, **situation: Any) -> auto_budget.BudgetChange | None:
         """Begin a pass."""
         return self.budget.decide(self.plan, self.bounds(), grad=grad, **situation)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memascend
-from memascend.optim.step import Step
+from memascend.optim.step import OptimizerStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,13 +111,13 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
         for number in range(3):
             backward(model, number)
             if interrupt:
-                carry_out = Step.carry_out
+                carry_out = OptimizerStep.carry_out
 
-                def interrupted(step: Step, schedule: Schedule, carry_out: Any = carry_out) -> None:
+                def interrupted(step: OptimizerStep, schedule: Schedule, carry_out: Any = carry_out) -> None:
                     signal.raise_signal(signal.SIGINT)
                     carry_out(step, schedule)
 
-                monkeypatch.setattr(Step, "carry_out", interrupted)
+                monkeypatch.setattr(OptimizerStep, "carry_out", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
                 monkeypatch.undo()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-#: Budgets that hold all models of `tiny` with room to read ahead.
+#: Budgets that hold all models of `tiny_models` with room to read ahead.
 BUDGETS: dict[str, Any] = {"host_memory": "96MiB", "device": "cuda", "device_memory": "512MiB"}
 
 
@@ -38,7 +38,7 @@ class Result:
 
 
 def batch(architecture: str, number: int) -> dict[str, torch.Tensor]:
-    """Return batch `number` of `tiny`, on the device."""
+    """Return batch `number` of `tiny_models`, on the device."""
     return {name: ids.cuda() for name, ids in tiny_models.batch(architecture, number).items()}
 
 

@@ -92,11 +92,11 @@ def test_an_unknown_option_is_named_with_the_one_that_was_meant(
         ({"host_memory": "lots"}, "'lots' is not a size"),
         ({"host_memory_max": "auto"}, "'auto' is not a size"),
         ({"device_memory": "auto"}, "'auto' is not a size"),
-        ({"durability": "every:0"}, "durability 'every:0' is none of"),
-        ({"keep_store": "yes"}, "keep_store='yes' is none of"),
-        ({"fused_loss": "maybe"}, "fused_loss='maybe' is none of"),
-        ({"micro_batch_size": 0}, "micro_batch_size=0: a micro-batch has one sequence or more"),
-        ({"batch_tokens": (0, 8)}, "a batch has one token or more"),
+        ({"durability": "every:0"}, "durability 'every:0' is not one of"),
+        ({"keep_store": "yes"}, "keep_store='yes' is not one of"),
+        ({"fused_loss": "maybe"}, "fused_loss='maybe' is not one of"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 is not a whole number of at least 1"),
+        ({"batch_tokens": (0, 8)}, "a batch has at least one token"),
     ],
 )
 def test_a_value_that_an_option_does_not_have(wrong: dict[str, Any], says: str) -> None:

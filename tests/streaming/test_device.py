@@ -443,8 +443,8 @@ def test_options_that_make_no_sense(store: Path) -> None:
         with pytest.raises(ValueError, match=says):
             memascend.offload(tiny_models.build("plain"), store=store, host_memory="256MiB", **options)
 
-    refuse("device_memory is of a CUDA device", device_memory="1GiB")
-    refuse("is none of", activations="disk")
+    refuse("device_memory needs a CUDA device", device_memory="1GiB")
+    refuse("is not one of", activations="disk")
     refuse("recompute=True", activations="ssd", recompute=False)
     refuse("device mps is not supported", device="mps")
     refuse("batch_tokens=0", batch_tokens=0)

@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_training_in_memory(tmp_path: Path, name: str, dur
 
 @contextmanager
 def training(tmp_path: Path, steps: int = 2, **options: Any) -> Iterator[Run]:
-    """Yield a run of so many steps; from the second on its updates are early."""
+    """Yield a run of so many steps; from the second on its updates are in the backward pass."""
     model = offload(tmp_path, **{"host_memory": budget("nothing"), "durability": "step"} | options)
     try:
         yield Run(model, "llama", plain=True).go(steps)
@@ -83,7 +83,7 @@ def takes_the_step(run: Run) -> None:
 
 
 def large(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are updated early."""
+    """Return the parameters that are updated in the backward pass."""
     return [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
 
 
@@ -101,7 +101,7 @@ def test_gradients_do_not_go_to_the_ssd(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use", ["clipped", "read", "accumulated", "scaled", "noised"])
 def test_what_uses_gradients_from_the_first_step_on_has_them(tmp_path: Path, use: str) -> None:
-    """Nothing is early then, and nothing differs from training in memory."""
+    """No update is in the backward pass then, and nothing differs from training in memory."""
 
     def halve(parameter: nn.Parameter) -> None:
         parameter.grad.mul_(0.5)
@@ -291,7 +291,7 @@ def test_float32_weights_with_rounded_gradients(tmp_path: Path, recompute: bool)
 
 
 def test_values_of_update(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="update='now' is none of 'forward', 'backward'"):
+    with pytest.raises(ValueError, match="update='now' is not one of 'forward', 'backward'"):
         offload(tmp_path, host_memory="64MiB", update="now")
 
 

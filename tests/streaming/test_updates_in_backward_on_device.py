@@ -179,7 +179,7 @@ def test_tied_frozen_and_unused_weights(
 def test_what_uses_weights_and_gradients_in_other_ways_has_them(
     on_device: Callable[..., nn.Module], fake: fake_cuda.Fake, use: str, recompute: bool
 ) -> None:
-    """Units of nothing but a large weight, which no step touches beside its early update."""
+    """Units of nothing but a large weight, which no step touches beside its update in the backward pass."""
     expected = train(made(use), use)
     model = on_device(made(use), host_memory="64MiB", recompute=recompute, update="backward")
     with counting(model) as taken, Accesses(fake):

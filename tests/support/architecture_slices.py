@@ -28,7 +28,7 @@ class Cut:
     option: str
     size: int
     in_memory: Callable[[nn.Module, int], nn.Module]
-    #: What a notice says of layers that are not cut.
+    #: The notice about layers that are not cut.
     said: str
 
 
@@ -38,13 +38,13 @@ TILES = Cut("tile_tokens", 3, memascend.run_in_tiles, "whole sequences")
 
 
 def run(pipe: Any, name: str, room: Path, cut: Cut = SLICES) -> None:
-    """Send what becomes of the architecture `name`, and why."""
+    """Send the outcome of the architecture `name`, and its reason."""
     architecture_runs._keep_quiet()
     pipe.send(outcome(name, room, cut))
 
 
 def run_in_tiles(pipe: Any, name: str, room: Path) -> None:
-    """Send what becomes of the architecture `name` on tiles, and why."""
+    """Send the outcome of the architecture `name` on tiles, and its reason."""
     run(pipe, name, room, TILES)
 
 
@@ -75,7 +75,7 @@ def outcome(name: str, room: Path, cut: Cut) -> tuple[str, str]:
 
 
 def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: bool) -> list[torch.Tensor]:
-    """Return what a model computes without dropout and without a cache, cut or not; for tiles its gradients too."""
+    """Return the outputs of a model without dropout and without a cache, cut or not; for tiles its gradients too."""
     model = copy.deepcopy(pristine).eval()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -96,8 +96,8 @@ def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: b
 def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor], gradients: int) -> str:
     """Say where two outputs differ by more than roundings; the last `gradients` of them are gradients.
 
-    A gradient that is zero but for roundings has those of the products that it is the sum of: as of a bias of keys, and
-    all of them where the outputs are normalised, and with them the loss.
+    A gradient that is zero but for roundings has the roundings of the products whose sum it is: as of a bias of keys,
+    and all of them where the outputs are normalised, and with them the loss.
     """
     if [tensor.shape for tensor in whole] != [tensor.shape for tensor in sliced]:
         return "other shapes"

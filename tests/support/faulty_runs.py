@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS, WIDTH = 5, 64
-#: What fails, with the errno that the system has for it, and the engines that call it.
+#: The calls that fail, with the system's errno values for each, and the engines that make it.
 BOTH = ("threads", "ring")
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "ring write": (("ring",), (errno.EIO, errno.ENOSPC, errno.EAGAIN)),
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 #: Calls without which no step is durable: where they fail for ever, the program is told.
 NEEDED = ("pwritev2", "ring write", "pwrite64", "fsync", "fdatasync")
 HARMLESS = (errno.EINTR, errno.EAGAIN)
-#: What the kernel asks to be tried again at once, and never says for ever.
+#: Errors after which the kernel has a call tried again at once, and which it never returns for ever.
 PASSING = (errno.EINTR,)
 LEAST: dict[str, Any] = {"allocator": "pageable", "host_memory": "64MiB"}
 SECONDS = 60
@@ -104,7 +104,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return what tells a state of weights, optimizer and buffers from every other."""
+    """Return a digest of the state of weights, optimizer and buffers."""
     found = hashlib.blake2b(digest_size=16)
     named = dict(memascend.parameters_of(model)) | dict(model.named_buffers())
     for key, states in optimizer.state_dict()["state"].items():
@@ -126,7 +126,7 @@ def reference() -> list[str]:
 
 
 class Teller:
-    """What a process tells the one that watches it."""
+    """Sends a process's messages to the one that watches it."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
@@ -169,7 +169,7 @@ def train(store: Path, engine: str, tell: Teller) -> None:
 
 
 def resume(store: Path, engine: str, tell: Teller) -> None:
-    """Resume, say where and what, and leave the store as it is."""
+    """Resume, send the step and the digest of its state, and leave the store as it is."""
     try:
         resumed = memascend.resume(store, model=build(), engine=engine, **LEAST)
         tags = [tag for tag, _, _ in memascend.checkpoints(resumed.model)]
@@ -180,7 +180,7 @@ def resume(store: Path, engine: str, tell: Teller) -> None:
 
 
 def in_a_process(work: Callable[[Teller], None]) -> list[list[Any]]:
-    """Return what `work` told in a child, with its end where that was none of its own."""
+    """Return the messages of `work` from a child process, and how that ended where it crashed."""
     end, begin = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -213,13 +213,13 @@ def calls(lines: list[list[Any]]) -> int:
 
 
 def problems_of(lines: list[list[Any]]) -> list[str]:
-    """Return what no fault may come to."""
+    """Return the crashes, and errors of a kind that is not ours: no fault may end so."""
     crashes = [line[1] for line in lines if line[0] == "crash"]
     return crashes + [f"no error of ours: {line[3]}" for line in lines if line[0] == "error" and not line[2]]
 
 
 def compare(lines: list[list[Any]], found: list[list[Any]], expected: list[str]) -> list[str]:
-    """Return what is wrong with what a fresh process finds, after what the faulty one had told."""
+    """Return the differences of a fresh process's findings from the messages of the faulty one."""
     problems = problems_of(found)
     durable = {line[1]: line[2] for line in lines if line[0] == "durable"}
     problems += [f"step {number} was none" for number, state in durable.items() if state != expected[number]]

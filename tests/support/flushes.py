@@ -1,4 +1,4 @@
-"""Records what a program flushes and renames: the order decides what a power failure leaves."""
+"""Records the flushes and renames of a program: their order decides which files a power failure leaves."""
 
 from __future__ import annotations
 

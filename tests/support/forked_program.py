@@ -45,7 +45,7 @@ def run(address: str, words: list[str]) -> NoReturn:
     asked = json.dumps({"words": words, "directory": os.getcwd(), "environment": dict(os.environ)}).encode()
     socket.send_fds(server, [RUN + len(asked).to_bytes(4, "little")], _STREAMS)
     server.sendall(asked)
-    # A signal that comes just before a call that waits would be handled after it: what it writes ends the waiting.
+    # A signal that comes just before a call that waits would be handled after it: its byte in the pipe ends the wait.
     woken, waking = socket.socketpair()
     waking.setblocking(False)
     signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""JSON with one value replaced, for tests of what reads files of another origin.
+"""JSON with one value replaced, for tests of readers of files of another origin.
 
 MEMASCEND_FUZZ says how many replacements a test tries (default: 400), MEMASCEND_SEED which.
 """
@@ -21,7 +21,7 @@ SEED = int(os.environ.get("MEMASCEND_SEED", "1"))
 
 
 def tries(cost: int = 1) -> int:
-    """Return how many replacements a test tries, of which one takes `cost` times as long as one of a record."""
+    """Return how many replacements a test tries; one takes `cost` times as long as one of a record."""
     return int(os.environ.get("MEMASCEND_FUZZ", "400")) // cost
 
 

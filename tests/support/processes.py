@@ -18,7 +18,7 @@ _earlier: set[Path] = set()
 
 
 def forget_earlier() -> None:
-    """Have `open_files` and `native_threads` return only what is opened and started from now on."""
+    """Have `open_files` and `native_threads` return only files and threads from now on."""
     gc.collect()
     _earlier.clear()
     _earlier.update(_rings(), _threads())

@@ -1,7 +1,7 @@
 """Pieces of programs over an offloaded model: uses of parameters, gradients and buffers by users of PyTorch.
 
-Every piece is Python over the names that `twins.Side` gives. `$names` are drawn anew for every use: see `VALUES`.
-`kept` holds objects that a program keeps over time, `hooks` the handles of its hooks.
+Every piece is Python over the names that `differential.Side` gives. `$names` are drawn anew for every use: see
+`VALUES`. `kept` holds objects that a program keeps over time, `hooks` the handles of its hooks.
 """
 
 from __future__ import annotations

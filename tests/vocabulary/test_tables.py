@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memascend.layout.tables import MIB, Blocks, block_rows
+from memascend.layout.tables import MIB, RowBlocks, block_rows
 from memascend.vocabulary.tables import MemoryTable, table_of
 
 
@@ -26,10 +26,10 @@ def test_blocks_of_odd_widths_are_whole_pages() -> None:
 
 
 def test_blocks_of_a_table() -> None:
-    blocks = Blocks(rows=10_000, width=1024, itemsize=2)
+    blocks = RowBlocks(rows=10_000, width=1024, itemsize=2)
     assert list(blocks) == [(0, 4096), (4096, 4096), (8192, 1808)]
     assert (blocks.height, blocks.elements, blocks.nbytes) == (4096, 4096 * 1024, 8 * MIB)
-    assert Blocks(rows=100, width=1024, itemsize=2).nbytes == 100 * 2048
+    assert RowBlocks(rows=100, width=1024, itemsize=2).nbytes == 100 * 2048
 
 
 def test_a_memory_table_yields_all_rows_and_looks_up_copies() -> None:

@@ -38,7 +38,7 @@ use super::format::{F16, Format};
 use block8::Scale;
 use elementwise::Update;
 use formats::PlaneBlock;
-use fused::Run;
+use fused::UpdateLoop;
 use stochastic::Randomness;
 
 /// Elements that share a scale in 8 bits.
@@ -234,8 +234,8 @@ struct Pass<'a, 'b, L, U, R, const BLOCKS: bool, const HALVES: bool, const COMMO
     kinds: PhantomData<(L, R)>,
 }
 
-impl<L: Level, U: Update, R: Run, const BLOCKS: bool, const HALVES: bool, const COMMON: bool> KernelBody
-    for Pass<'_, '_, L, U, R, BLOCKS, HALVES, COMMON>
+impl<L: Level, U: Update, R: UpdateLoop, const BLOCKS: bool, const HALVES: bool, const COMMON: bool>
+    KernelBody for Pass<'_, '_, L, U, R, BLOCKS, HALVES, COMMON>
 {
     #[inline(always)]
     fn run(self) {

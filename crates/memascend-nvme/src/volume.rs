@@ -34,7 +34,7 @@ use crate::{BlockDeviceError, Device, FoundNote, Geometry, IoError, NoteKeeper, 
 #[derive(Debug)]
 pub struct Volume {
     path: PathBuf,
-    place: Place,
+    kind: VolumeKind,
     file: Arc<VolumeFile>,
     direct: bool,
     /// Whether its filesystem is mounted read-only: then it can be read alone.
@@ -48,7 +48,7 @@ pub struct Volume {
 }
 
 #[derive(Debug)]
-enum Place {
+enum VolumeKind {
     Directory(HeldDirectory),
     Device(Device),
 }
@@ -86,7 +86,7 @@ impl Volume {
     /// Removes the data of a volume that has no note. Later writes go on drop, unless the volume is kept.
     pub fn empty(&self) -> Result<()> {
         self.keep.store(false, Ordering::Release);
-        if let Place::Directory(_) = self.place {
+        if let VolumeKind::Directory(_) = self.kind {
             let file = &self.file;
             file.file.set_len(0).map_err(|source| file_error("empty", &file.path, source))?;
             write_in_place(&file.file);
@@ -137,8 +137,8 @@ impl Volume {
             data_bytes: None,
             least_bytes: AtomicU64::new(reserved),
         };
-        let place = Place::Directory(held);
-        let mut volume = Self::of(given, place, file, opened.is_direct, notice, reserved);
+        let kind = VolumeKind::Directory(held);
+        let mut volume = Self::of(given, kind, file, opened.is_direct, notice, reserved);
         volume.lock = Some(opened.lock);
         volume.read_only = opened.is_read_only;
         Ok(volume)
@@ -163,12 +163,12 @@ impl Volume {
             least_bytes: AtomicU64::new(0),
         };
         let notice = device.notice().map(str::to_owned);
-        Ok(Self::of(path, Place::Device(device), file, true, notice, 0))
+        Ok(Self::of(path, VolumeKind::Device(device), file, true, notice, 0))
     }
 
     fn of(
         path: &Path,
-        place: Place,
+        kind: VolumeKind,
         file: VolumeFile,
         direct: bool,
         notice: Option<String>,
@@ -176,7 +176,7 @@ impl Volume {
     ) -> Self {
         Self {
             path: path.to_owned(),
-            place,
+            kind,
             file: Arc::new(file),
             direct,
             read_only: false,
@@ -201,9 +201,9 @@ impl Volume {
     /// A name that finds the volume again, by [`path_of`]: `UUID=…` for a device, the absolute path
     /// for a directory, in hexadecimal digits behind `BYTES=` if the path is not UTF-8.
     pub fn identity(&self) -> String {
-        match &self.place {
-            Place::Device(device) => format!("UUID={}", device.id()),
-            Place::Directory(directory) => {
+        match &self.kind {
+            VolumeKind::Device(device) => format!("UUID={}", device.id()),
+            VolumeKind::Directory(directory) => {
                 let path = directory.path();
                 name_of(&path.canonicalize().unwrap_or_else(|_| path.to_owned()))
             }
@@ -212,7 +212,7 @@ impl Volume {
 
     /// Refuses a device if a clone with the same identity is attached.
     pub fn refuse_clone(&self) -> Result<()> {
-        let Place::Device(device) = &self.place else { return Ok(()) };
+        let VolumeKind::Device(device) = &self.kind else { return Ok(()) };
         match find_device(device.id()) {
             Err(error @ BlockDeviceError::Clone { .. }) => Err(error.into()),
             // Whatever else is wrong was found when the device was opened.
@@ -273,7 +273,7 @@ impl Volume {
     /// Allocates the blocks that a copied file lacks: copying leaves out zeros, and a write there
     /// could find no space.
     pub fn fill_holes(&self) -> Result<()> {
-        let (Place::Directory(_), false) = (&self.place, self.read_only) else { return Ok(()) };
+        let (VolumeKind::Directory(_), false) = (&self.kind, self.read_only) else { return Ok(()) };
         let metadata = self.file.metadata()?;
         let needed_bytes = metadata.len().saturating_sub(metadata.blocks() * 512);
         if needed_bytes == 0 {
@@ -371,9 +371,9 @@ impl Volume {
 
     /// The error that refuses to overwrite the kept store on this volume.
     pub fn kept_error(&self) -> IoError {
-        let remedy = match &self.place {
-            Place::Directory(_) => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),
-            Place::Device(device) => {
+        let remedy = match &self.kind {
+            VolumeKind::Directory(_) => format!("delete {} and {} there", Self::NOTE_NAME, Self::FILE_NAME),
+            VolumeKind::Device(device) => {
                 let path = device.path().display();
                 format!("empty it with `memascend format {path} --destroy {path}`")
             }
@@ -384,23 +384,23 @@ impl Volume {
 
 impl NoteKeeper for Volume {
     fn find_note(&self) -> Result<FoundNote> {
-        match &self.place {
-            Place::Device(device) => Ok(device.find_note()?),
-            Place::Directory(directory) => directory.notes().find(),
+        match &self.kind {
+            VolumeKind::Device(device) => Ok(device.find_note()?),
+            VolumeKind::Directory(directory) => directory.notes().find(),
         }
     }
 
     fn limit_bytes(&self) -> u64 {
-        match &self.place {
-            Place::Device(device) => device.note_limit_bytes(),
-            Place::Directory(_) => notes::NOTE_BYTES_MAX,
+        match &self.kind {
+            VolumeKind::Device(device) => device.note_limit_bytes(),
+            VolumeKind::Directory(_) => notes::NOTE_BYTES_MAX,
         }
     }
 
     fn write_note(&self, note: &[u8]) -> Result<()> {
-        match &self.place {
-            Place::Device(device) => Ok(device.write_note(note)?),
-            Place::Directory(directory) => {
+        match &self.kind {
+            VolumeKind::Device(device) => Ok(device.write_note(note)?),
+            VolumeKind::Directory(directory) => {
                 self.check_in_place(directory)?;
                 directory.notes().write(note)
             }
@@ -408,9 +408,9 @@ impl NoteKeeper for Volume {
     }
 
     fn clear_note(&self) -> Result<()> {
-        match &self.place {
-            Place::Device(device) => Ok(device.clear_note()?),
-            Place::Directory(directory) => {
+        match &self.kind {
+            VolumeKind::Device(device) => Ok(device.clear_note()?),
+            VolumeKind::Directory(directory) => {
                 self.check_in_place(directory)?;
                 directory.notes().clear()
             }
@@ -418,17 +418,17 @@ impl NoteKeeper for Volume {
     }
 
     fn find_note_before(&self) -> Option<Vec<u8>> {
-        match &self.place {
+        match &self.kind {
             // A device's slots have checksums of their own: the last whole one was found.
-            Place::Device(_) => None,
-            Place::Directory(directory) => directory.notes().find_before(),
+            VolumeKind::Device(_) => None,
+            VolumeKind::Directory(directory) => directory.notes().find_before(),
         }
     }
 
     fn put_note_before_in_place(&self) -> Result<()> {
-        match &self.place {
-            Place::Device(_) => Ok(()),
-            Place::Directory(directory) => {
+        match &self.kind {
+            VolumeKind::Device(_) => Ok(()),
+            VolumeKind::Directory(directory) => {
                 self.check_in_place(directory)?;
                 directory.notes().put_before_in_place()
             }
@@ -442,7 +442,7 @@ impl Drop for Volume {
         if !self.origin.is_here() {
             return;
         }
-        if let Place::Directory(directory) = &self.place
+        if let VolumeKind::Directory(directory) = &self.kind
             && !self.keep.load(Ordering::Acquire)
         {
             // Files at the path of a directory that was moved or removed may be another run's.

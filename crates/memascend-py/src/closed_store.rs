@@ -11,7 +11,7 @@ use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{memory_error, store_error};
+use crate::errors::{memory_error, store_error, stored};
 use crate::host;
 use crate::panics::Intact;
 use crate::volume::engine_options;
@@ -37,7 +37,7 @@ impl ClosedStore {
     fn new(py: Python<'_>, paths: Vec<PathBuf>, engine: &str, direct: bool) -> PyResult<Self> {
         let engine = engine_options(engine, EngineOptions::default().depth, false, false)?;
         let options = StoreOptions { engine, direct, ..StoreOptions::default() };
-        let store = py.detach(|| Store::open(&paths, &options)).map_err(|error| store_error(&error))?;
+        let store = stored(py, || Store::open(&paths, &options))?;
         Ok(Self(Mutex::new(Some(Arc::new(store))), Intact::here()))
     }
 
@@ -84,7 +84,7 @@ impl ClosedStore {
     /// Writes the manifests anew, in the place of damaged ones.
     fn mend_manifests(&self, py: Python<'_>) -> PyResult<()> {
         let store = self.store()?;
-        py.detach(|| store.mend_manifests()).map_err(|error| store_error(&error))
+        stored(py, || store.mend_manifests())
     }
 
     /// Names of the tensors and their lengths in bytes, in whole blocks.
@@ -189,13 +189,13 @@ impl ClosedStore {
     /// Makes a snapshot the newest generation.
     fn restore_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
         let store = self.store()?;
-        py.detach(|| store.restore_snapshot(tag)).map_err(|error| store_error(&error))
+        stored(py, || store.restore_snapshot(tag))
     }
 
     /// Deletes a snapshot.
     fn delete_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
         let store = self.store()?;
-        py.detach(|| store.delete_snapshot(tag)).map_err(|error| store_error(&error))
+        stored(py, || store.delete_snapshot(tag))
     }
 
     /// Closes the files, which stay. Closing twice is fine.

@@ -10,7 +10,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{device_error, exec_error};
+use crate::errors::{device_error, exec_error, executed};
 use crate::host;
 use crate::lease::LeaseBuffer;
 
@@ -35,7 +35,7 @@ impl CudaEvent {
 
     /// Waits until it is done.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))
+        executed(py, || self.0.wait())
     }
 }
 
@@ -140,7 +140,7 @@ impl Capture {
     /// Waits until the gradient is captured; returns `(sum of squares, any non-finite)`. If the
     /// capture failed, raises its error; the gradient is lost then.
     fn wait(&self, py: Python<'_>) -> PyResult<(f64, bool)> {
-        let stats = py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))?;
+        let stats = executed(py, || self.0.wait())?;
         Ok((stats.sum_squares, stats.non_finite))
     }
 
@@ -172,7 +172,7 @@ impl Applying {
     /// Waits until the update has all of the gradient; returns the norm of the step for a rule that takes
     /// factors, else None. If a copy or a part of the update failed, raises its error.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<f64>> {
-        py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))
+        executed(py, || self.0.wait())
     }
 
     /// Whether the device memory is no longer read: everything was copied, or something failed.
@@ -218,8 +218,7 @@ impl Stash {
     /// Copies the bytes to address `target`.
     fn restore(&self, py: Python<'_>, target: usize) -> PyResult<()> {
         // SAFETY: the Python layer passes a live, contiguous CPU tensor of as many bytes.
-        py.detach(|| self.stash.restore(unsafe { host::elements_mut(target, self.stash.bytes()) }))
-            .map_err(|error| exec_error(&error))
+        executed(py, || self.stash.restore(unsafe { host::elements_mut(target, self.stash.bytes()) }))
     }
 
     /// Copies the bytes to address `target` of the device, after `after`.

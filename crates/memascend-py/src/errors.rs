@@ -56,6 +56,22 @@ pub(crate) fn device_error(error: &MemError) -> PyErr {
     raise("DeviceError", (error.to_string(),))
 }
 
+/// Runs `work` without the GIL, and raises the Python exception of its error.
+pub(crate) fn executed<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce() -> memascend_exec::Result<T> + Send,
+) -> PyResult<T> {
+    py.detach(work).map_err(|error| exec_error(&error))
+}
+
+/// As [`executed`], for work on the store.
+pub(crate) fn stored<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce() -> memascend_store::Result<T> + Send,
+) -> PyResult<T> {
+    py.detach(work).map_err(|error| store_error(&error))
+}
+
 /// Raises `memascend.errors.MemascendError` for a handle that a forked child has of its parent's.
 pub(crate) fn forked_error() -> PyErr {
     let forked = Python::attach(|py| py.import("memascend.errors")?.getattr("FORKED")?.extract::<String>());

@@ -20,8 +20,8 @@ use crate::host::elements;
 use crate::volume::{engine_options, parse_operation};
 
 /// A file outside the store from which weights are read where they lie. It must stay as it was when
-/// `os.stat` gave `bytes` bytes and the last change at `modified_ns`. `sums` has the checksums of its blocks, with which
-/// what is read is compared.
+/// `os.stat` gave `bytes` bytes and the last change at `modified_ns`. Reads are compared with `sums`, the checksums of its
+/// blocks.
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct ExternalFile(pub(crate) Arc<memascend_store::ExternalFile>);
 
@@ -102,9 +102,9 @@ pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
 #[guarded]
 #[pymethods]
 impl Packing {
-    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` says what they
-    /// are: "e4m3", or "int8", whose product with its scale is multiplied by `step`. `format` is that of the scales:
-    /// float32, bfloat16 or e8m0.
+    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` is their format:
+    /// "e4m3", or "int8", whose product with its scale is multiplied by `step`. The scales have `format`: float32,
+    /// bfloat16 or e8m0.
     #[staticmethod]
     #[pyo3(signature = (numbers, width, block, scales, format = "float32", step = 1.0))]
     fn rows(
@@ -131,9 +131,9 @@ impl Packing {
     }
 
     /// Numbers of four bits that name one of `code`, with a scale for each `block` of elements, which divides 4,096.
-    /// `low_first` says that the lower four bits of a byte are the first number. `format` is that of the scales:
-    /// float32, bfloat16, e8m0, or e4m3, which are divided by `divisor`; unless `nested` says that a scale is a byte:
-    /// the scales to a factor, where the factors are, what each byte means, and what is added.
+    /// `low_first` says that the lower four bits of a byte are the first number. The scales have `format`: float32,
+    /// bfloat16, e8m0, or e4m3, which are divided by `divisor`; unless `nested` says that a scale is a byte: the scales
+    /// to a factor, where the factors are, the value of each byte, and the number to add.
     #[staticmethod]
     #[pyo3(signature = (block, code, scales, nested = None, *, format = "float32", divisor = 1.0, low_first = false))]
     fn four_bits(
@@ -258,7 +258,7 @@ struct StartedState {
     count: usize,
     running: usize,
     error: Option<IoError>,
-    /// The objects whose memory the transfers use. They are dropped without the lock: what that runs may
+    /// The objects whose memory the transfers use. They are dropped without the lock: their finalizers may
     /// give the interpreter's lock to a thread that waits for this one.
     owners: Vec<Py<PyAny>>,
 }
@@ -278,7 +278,7 @@ impl FileTransfers {
     }
 
     /// Starts to "read" or "write" `bytes` bytes between `address` and byte `offset` of the file at
-    /// `path`. What is wrong with it is told by `wait`. `owner` keeps the memory alive.
+    /// `path`. `wait` raises its error. `owner` keeps the memory alive.
     #[allow(clippy::too_many_arguments)]
     fn start(
         &self,

@@ -8,7 +8,7 @@ use memascend_guarded::guarded;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::errors::exec_error;
+use crate::errors::executed;
 use crate::panics::Intact;
 use crate::runtime::RuntimeInner;
 
@@ -65,7 +65,7 @@ impl Commit {
 impl Commit {
     /// Waits until the generation is durable; returns its number.
     fn wait(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.ready.wait()).map_err(|error| exec_error(&error))?;
+        executed(py, || self.ready.wait())?;
         Ok(self.generation.load(Ordering::Acquire))
     }
 
@@ -84,7 +84,7 @@ pub(crate) struct Ticket(pub Arc<memascend_exec::Ticket>);
 impl Ticket {
     /// Waits until the unit's weights are in their buffer.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.wait()).map_err(|error| exec_error(&error))
+        executed(py, || self.0.wait())
     }
 
     /// Whether `wait` would return at once.
@@ -100,7 +100,7 @@ impl Ticket {
 
     /// Waits until the updated weights of a group are written.
     fn wait_group(&self, py: Python<'_>, group: usize) -> PyResult<()> {
-        py.detach(|| self.0.groups()[group].wait()).map_err(|error| exec_error(&error))
+        executed(py, || self.0.groups()[group].wait())
     }
 
     /// Whether `wait_group` would return at once.

@@ -56,7 +56,7 @@ _FIRST = (1 << 62) + (1 << 54)
 _ALIGNMENT = 4096
 _lock = threading.Lock()
 _next = _FIRST
-#: Storages of weights by their places, and of gradients by their markers.
+#: Storages of weights by their entries, and of gradients by their markers.
 _of_weights: weakref.WeakKeyDictionary[Any, ProxyStorage] = weakref.WeakKeyDictionary()
 _of_gradients = WeakIdKeyDictionary()
 

@@ -1,7 +1,7 @@
 """Weights that autocast converts: PyTorch keeps each converted weight until the outermost autocast block ends.
 
 Two uses of a weight in one block then share a conversion, and their gradients are added in the lower precision. The
-conversions of a streamed model would take the memory of half the model, so they are dropped when a unit is let go. A
+conversions of a streamed model would take the memory of half the model, so they are dropped when a unit's use ends. A
 second use in the same block, whose gradient would have other bits, is refused.
 """
 

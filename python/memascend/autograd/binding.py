@@ -31,7 +31,7 @@ def materialise(model: nn.Module, units: list[Unit]) -> None:
 
 
 def make_proxy(place: ParameterEntry) -> None:
-    """Have the parameter at `place` be a stand-in from now on, whenever its values are not in memory."""
+    """Have a parameter be a proxy from now on, whenever its values are not in memory."""
     kind = type(place.parameter)
     place.binding.absent_class = OffloadedParameter
     # A program's own kind of parameter has its own class while its values are in memory.

@@ -46,7 +46,7 @@ from memascend.vocabulary.tables import find_tables_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from memascend.durability.protocols import Session
+    from memascend.durability.protocols import SessionProtocol
     from memascend.layout.units import ParameterEntry
     from memascend.vocabulary.tables import Table
 
@@ -114,7 +114,7 @@ def _apply_head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def _table_of(weight: torch.Tensor) -> tuple[Any, ParameterEntry] | None:
-    """Return session and place of a parameter that is a table on the store, and not in memory as a whole."""
+    """Return the session and the entry of a parameter that is a table on the store, and not in memory as a whole."""
     located = place_of(weight) if isinstance(weight, OffloadedParameter) else None
     if located is None or located[0].closed:
         return None
@@ -172,7 +172,7 @@ def _proxy_for(tensor: torch.Tensor, arguments: list[torch.Tensor], loans: list[
     return OffloadedTensor.become(tensor, source)
 
 
-def wrap_outputs(result: Any, session: Session) -> Any:
+def wrap_outputs(result: Any, session: SessionProtocol) -> Any:
     """Have tensors that a pass returns as views of weights be proxies: the weights leave memory after it."""
     by_address = session.streamer.by_address
 

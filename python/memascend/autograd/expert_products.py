@@ -10,13 +10,13 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from memascend.autograd.expert_weights import Experts
+    from memascend.autograd.expert_weights import ExpertWeights
 
 
 class Products:
     """Products of `rows` of an input with the weights of each expert, in a dtype, and their gradients."""
 
-    def __init__(self, experts: Experts, dtype: torch.dtype, rows: dict[int, slice]) -> None:
+    def __init__(self, experts: ExpertWeights, dtype: torch.dtype, rows: dict[int, slice]) -> None:
         """Multiply the rows that each expert has, by its number."""
         self.experts, self._dtype, self._rows = experts, dtype, rows
 
@@ -69,7 +69,7 @@ class Products:
 class OfOne(Products):
     """Products of (tokens, columns) with one expert, by `linear` or by `matmul`."""
 
-    def __init__(self, experts: Experts, dtype: torch.dtype, is_linear: bool) -> None:
+    def __init__(self, experts: ExpertWeights, dtype: torch.dtype, is_linear: bool) -> None:
         """Multiply all rows."""
         assert experts.number is not None
         super().__init__(experts, dtype, {experts.number: slice(None)})
@@ -90,7 +90,7 @@ class OfOne(Products):
 class OfGroups(Products):
     """Products of (tokens, columns), sorted by expert, by `grouped_mm`."""
 
-    def __init__(self, experts: Experts, ends: Sequence[int]) -> None:
+    def __init__(self, experts: ExpertWeights, ends: Sequence[int]) -> None:
         """Multiply the rows up to `ends` of each expert."""
         groups = zip([0, *ends], ends, strict=False)
         rows = {number: slice(begin, end) for number, (begin, end) in enumerate(groups) if end > begin}
@@ -116,7 +116,7 @@ def _all_of(rows: torch.Tensor) -> torch.Tensor:
 class OfAll(Products):
     """Products of (experts, tokens, columns), by `bmm`."""
 
-    def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
+    def __init__(self, experts: ExpertWeights, dtype: torch.dtype) -> None:
         """Multiply the rows that each expert has."""
         super().__init__(experts, dtype, {number: slice(number, number + 1) for number in range(experts.rows)})
 

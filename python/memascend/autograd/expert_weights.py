@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memascend.streaming.experts import ExpertPieces
 
 
-class Experts(NamedTuple):
+class ExpertWeights(NamedTuple):
     """All experts of a parameter, or one, whose weights (rows, columns) are transposed or not.
 
     It implements `memascend.vocabulary.tables.Rows`. The rows of all experts are experts.
@@ -93,10 +93,10 @@ class Experts(NamedTuple):
                 yield (number, self.shown(values)[None]) if self.number is None else (0, self.shown(values))
 
 
-class Products(Protocol):
+class ExpertGradients(Protocol):
     """Products of rows with the weights of experts; see `memascend.autograd.expert_products`."""
 
-    experts: Experts
+    experts: ExpertWeights
 
     def gradient(self, input: torch.Tensor, grad: torch.Tensor, number: int, /) -> torch.Tensor | None:
         """Return the gradient of expert `number`, a new tensor; None for zeros."""
@@ -107,7 +107,7 @@ class ProductsSource:
 
     needs_weights = False
 
-    def __init__(self, products: Products, input: torch.Tensor, grad: torch.Tensor) -> None:
+    def __init__(self, products: ExpertGradients, input: torch.Tensor, grad: torch.Tensor) -> None:
         """Take the rows of the products' input and of their result's gradient."""
         self._products, self._input, self._grad = products, input, grad
 

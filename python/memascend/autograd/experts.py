@@ -17,8 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from memascend.autograd.expert_products import OfAll, OfGroups, OfOne
-from memascend.autograd.expert_weights import Experts, ProductsSource, TakenSource, TransposedSource
-from memascend.autograd.proxies import OffloadedParameter, OffloadedTensor, Source, is_proxy, locate
+from memascend.autograd.expert_weights import ExpertWeights, ProductsSource, TakenSource, TransposedSource
+from memascend.autograd.proxies import OffloadedParameter, OffloadedTensor, ProxySource, is_proxy, locate
 from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def bmm(input: Any, mat2: Any, **others: Any) -> Any:
         return _Multiply.apply(input, mat2, OfAll(experts, dtype))
 
 
-def _experts_of(weight: Any) -> Experts | None:
+def _experts_of(weight: Any) -> ExpertWeights | None:
     """Return the experts, read one by one, that a proxy shows; None for another tensor."""
     if not isinstance(weight, OffloadedParameter | OffloadedTensor):
         return None
@@ -97,29 +97,29 @@ def _experts_of(weight: Any) -> Experts | None:
     if not place.tensor.unit.is_experts:
         return None
     if source is None:
-        return Experts(session.pieces, place, False)
+        return ExpertWeights(session.pieces, place, False)
     if source.is_gradient or source.dtype != place.dtype:
         return None
     _, rows, columns = place.shape
     number, rest = divmod(source.offset, rows * columns)
     for is_transposed in (False, True):
-        for experts in (Experts(session.pieces, place, is_transposed, n) for n in (number, None)):
+        for experts in (ExpertWeights(session.pieces, place, is_transposed, n) for n in (number, None)):
             begins = rest == 0 if experts.number is not None else source.offset == 0
             if begins and (source.size, source.stride) == (experts.shape, experts.strides):
                 return experts
     return None
 
 
-def _proxy_for(absent: torch.Tensor, experts: Experts) -> torch.Tensor:
+def _proxy_for(absent: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
     """Have a tensor without values, and with the history of experts, stand for them."""
     place, number = experts.place, experts.number or 0
     _, rows, columns = place.shape
     offset = number * rows * columns
-    source = Source(weakref.ref(place), False, None, place.dtype, experts.shape, experts.strides, offset)
+    source = ProxySource(weakref.ref(place), False, None, place.dtype, experts.shape, experts.strides, offset)
     return OffloadedTensor.become(absent, source)
 
 
-def _absent(experts: Experts) -> torch.Tensor:
+def _absent(experts: ExpertWeights) -> torch.Tensor:
     return torch.full((), float("nan"), dtype=experts.dtype).expand(experts.shape)
 
 
@@ -127,7 +127,7 @@ class _Taken(torch.autograd.Function):
     """One expert of all, without values."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, experts: Experts, number: int) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, experts: ExpertWeights, number: int) -> torch.Tensor:
         """Return a tensor for expert `number`."""
         ctx.experts, ctx.number = experts, number
         return _absent(experts._replace(number=number))
@@ -143,7 +143,7 @@ class _Transposed(torch.autograd.Function):
     """Experts with rows and columns exchanged, without values."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, experts: Experts, other: Experts) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, experts: ExpertWeights, other: ExpertWeights) -> torch.Tensor:
         """Return a tensor for `other`, which is `experts` transposed."""
         ctx.experts = experts
         return _absent(other)
@@ -165,7 +165,7 @@ def _is_matrix(tensor: Any) -> bool:
     return _is_plain(tensor) and tensor.ndim == 2
 
 
-def _as_autocast(input: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.dtype]:
+def _as_autocast(input: torch.Tensor, experts: ExpertWeights) -> tuple[torch.Tensor, torch.dtype]:
     """Return the input of a product and the dtype for the weights, converted as autocast does before a product."""
     if not torch.is_autocast_enabled("cpu"):
         return input, experts.dtype

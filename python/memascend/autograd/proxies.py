@@ -36,7 +36,7 @@ from memascend.layout.units import raw_tensor_access
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from memascend.durability.protocols import Session
+    from memascend.durability.protocols import SessionProtocol
     from memascend.layout.units import ParameterEntry
 
 
@@ -45,7 +45,7 @@ OTHER_MEMORY = "would change its memory: copy values by .data.copy_(...), and re
 
 
 @dataclass(slots=True)
-class Source:
+class ProxySource:
     """Which values a proxy stands for: a parameter, its gradient, or a view of one of them."""
 
     place: weakref.ref[ParameterEntry]
@@ -107,10 +107,10 @@ class OffloadedParameter(_Proxy, nn.Parameter):
 class OffloadedTensor(_Proxy, torch.Tensor):
     """A gradient that is kept on SSD, or a view of one or of a weight."""
 
-    _memascend_source: Source
+    _memascend_source: ProxySource
 
     @classmethod
-    def become(cls, tensor: torch.Tensor, source: Source) -> torch.Tensor:
+    def become(cls, tensor: torch.Tensor, source: ProxySource) -> torch.Tensor:
         """Turn an ordinary tensor into a proxy."""
         tensor.__class__ = cls
         assert isinstance(tensor, cls)
@@ -206,10 +206,10 @@ def _gone(name: str) -> str:
 # ---- where the values are ---------------------------------------------------------------------------------------
 
 
-def locate(tensor: torch.Tensor) -> tuple[Session, ParameterEntry, Source | None]:
-    """Return session and place of the values that a proxy stands for."""
+def locate(tensor: torch.Tensor) -> tuple[SessionProtocol, ParameterEntry, ProxySource | None]:
+    """Return the session, the entry of the parameter, and which of its values a proxy stands for."""
     if isinstance(tensor, OffloadedTensor):
-        source: Source | None = tensor._memascend_source
+        source: ProxySource | None = tensor._memascend_source
         assert source is not None
         place = source.place()
         located = None if place is None else place_of(place.parameter)
@@ -221,7 +221,7 @@ def locate(tensor: torch.Tensor) -> tuple[Session, ParameterEntry, Source | None
     return *located, source
 
 
-def shown_by(tensor: torch.Tensor) -> Source:
+def shown_by(tensor: torch.Tensor) -> ProxySource:
     """Return which values a proxy stands for."""
     _, place, source = locate(tensor)
     return source or whole_of(place)
@@ -284,11 +284,11 @@ def _ordinary_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Loan:
     """The values of a parameter, or of its gradient, in memory while a function runs on them."""
 
-    source: Source
+    source: ProxySource
     #: All values of the parameter, or of its gradient: (numel,).
     stored: torch.Tensor
 
-    def part(self, tensor: torch.Tensor) -> Source | None:
+    def part(self, tensor: torch.Tensor) -> ProxySource | None:
         """Return which part of the values `tensor` shows, or None for a tensor of other memory."""
         stored = self.stored
         if tensor.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
@@ -297,7 +297,7 @@ class Loan:
         if not 0 <= begin < stored.nbytes:
             return None
         source = self.source
-        return Source(
+        return ProxySource(
             source.place,
             source.is_gradient,
             source.marker,
@@ -346,7 +346,7 @@ class _ShowingAll:
     """Have an absent parameter show its values in its unit's bytes."""
 
     def __init__(self, place: ParameterEntry, storage: torch.Tensor) -> None:
-        """Prepare to show the parameter at `place` of `storage`."""
+        """Prepare to show the parameter of `place` in `storage`."""
         self._place, self._storage = place, storage
         self.written = False
 
@@ -359,13 +359,13 @@ class _ShowingAll:
         self._place.binding.unbind()
 
 
-def whole_of(place: ParameterEntry) -> Source:
+def whole_of(place: ParameterEntry) -> ProxySource:
     """Describe all values of a parameter."""
     size = tuple(place.shape)
     stride = [1]
     for length in reversed(size[1:]):
         stride.append(stride[-1] * max(length, 1))
-    return Source(weakref.ref(place), False, None, place.dtype, size, tuple(reversed(stride[: len(size)])), 0)
+    return ProxySource(weakref.ref(place), False, None, place.dtype, size, tuple(reversed(stride[: len(size)])), 0)
 
 
 class _Showing:
@@ -373,7 +373,7 @@ class _Showing:
 
     __slots__ = ("_absent", "_tensor", "_version", "_view", "written")
 
-    def __init__(self, tensor: torch.Tensor, source: Source, stored: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, source: ProxySource, stored: torch.Tensor) -> None:
         """Prepare to show the part of `stored` that `source` describes."""
         self._tensor = tensor
         # A view made in inference mode would not count writes.

@@ -159,8 +159,8 @@ class InputStash:
         self.device = device
         #: Where the inputs lie that are copied out.
         self.torch_device = CPU if device is None else device.torch_device
-        #: For each part of a tensor, None being the whole: (version, stand-in), by identity of the tensor.
-        self._stand_ins = WeakIdKeyDictionary()
+        #: For each part of a tensor, None being the whole: (version, stashed input), by identity of the tensor.
+        self._stashed = WeakIdKeyDictionary()
         #: The tensor that another one is a slice of (a weak reference), and the number of the slice.
         self._parts = WeakIdKeyDictionary()
         self.latest: Callable[[], LeavingInput | None] = lambda: None
@@ -180,7 +180,7 @@ class InputStash:
             self.keeps_caches = before
 
     def put(self, tensor: torch.Tensor) -> StashedInput | torch.Tensor:
-        """Return a stand-in for `tensor`, or the tensor itself where moving it would gain nothing."""
+        """Stash `tensor` and return a handle of its values, or the tensor itself where moving it would gain nothing."""
         movable = (
             self.policy != "recompute"
             and tensor.requires_grad
@@ -193,12 +193,12 @@ class InputStash:
             return tensor
         reference, part = self._parts.get(tensor, (None, None))
         whole = tensor if reference is None else reference()
-        stand_ins = {} if whole is None else self._stand_ins.setdefault(whole, {})
-        version, stashed = stand_ins.get(part) or (None, None)
+        stashed_parts = {} if whole is None else self._stashed.setdefault(whole, {})
+        version, stashed = stashed_parts.get(part) or (None, None)
         if stashed is not None and version == tensor._version:
             return stashed
         stashed = self.copy_out(tensor)
-        stand_ins[part] = (tensor._version, stashed)
+        stashed_parts[part] = (tensor._version, stashed)
         return stashed
 
     def note_parts(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class InputStash:
             self._parts[part] = weakref.ref(whole), (number, len(parts))
 
     def copy_out(self, tensor: torch.Tensor) -> StashedInput:
-        """Return a stand-in for `tensor`, whose values leave it."""
+        """Return a handle of the values of `tensor`, which leave it."""
         if self.device is None:
             return StashedInput(self, tensor)
         stashed = LeavingInput(self, self.device, tensor)

@@ -63,7 +63,7 @@ class BestModel:
             return False
         if keep_last:
             has_last = keep_as(self._model, self.LAST, f"step {steps} is the last one, and cannot be kept")
-            last = f"its last step is the checkpoint {self.LAST!r}" if has_last else "its last step is given up"
+            last = f"its last step is the checkpoint {self.LAST!r}" if has_last else "its last step is discarded"
             note(f"the store goes back to step {best_step}; {last}")
         with without_plans():
             # The store records the optimizers that there are: without this one, no run could go on from it.

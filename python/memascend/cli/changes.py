@@ -11,7 +11,7 @@ from memascend.errors import DataError
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
-    from memascend.cli.data import Blocks
+    from memascend.cli.data import TokenBlocks
     from memascend.cli.settings import Settings
     from memascend.optim import OffloadedOptimizer
 
@@ -26,7 +26,7 @@ CHANGEABLE = (*_SIZES, *_RATES, "micro_batch_size", "tile_tokens", "max_grad_nor
 
 
 @dataclass(frozen=True)
-class Position:
+class DataPosition:
     """Where a run was in its data when the size of its steps was last changed."""
 
     steps: int = 0
@@ -75,7 +75,7 @@ def find_changes(before: dict[str, Any], settings: Settings) -> Changes:
     return changes
 
 
-def effects(changes: Changes, done: int, position: Position, steps: int, blocks: Blocks) -> list[str]:
+def effects(changes: Changes, done: int, position: DataPosition, steps: int, blocks: TokenBlocks) -> list[str]:
     """Return a line on the effect of each change on a run of `steps`, which has taken `done` of them to `position`.
 
     Raises DataError where the run is longer already than it is to be.

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memascend.cli.data import Blocks, Documents, load_tokenizer
+from memascend.cli.data import Documents, TokenBlocks, load_tokenizer
 from memascend.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def count_tokens(paths: Sequence[Path], tokenizer_dir: Path, vocab_size: int) ->
             except CheckpointError:
                 return max(1, documents.nbytes // BYTES_PER_TOKEN), True
             part = range(min(DOCUMENTS, len(documents)))
-            sample = Blocks(
+            sample = TokenBlocks(
                 documents,
                 tokenizer,
                 scratch=Path(folder),

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from memascend.cli.data import Blocks, Documents, Tokenizer, split
+from memascend.cli.data import Documents, TokenBlocks, Tokenizer, split
 from memascend.cli.errors import note
 from memascend.common.outputs import writing
 from memascend.common.progress import Progress
@@ -90,7 +90,7 @@ class Reader:
 
     def divided(
         self, documents: Documents, tokens_max: int | None, evaluated: Documents | None = None
-    ) -> tuple[Blocks, Blocks | None]:
+    ) -> tuple[TokenBlocks, TokenBlocks | None]:
         """Tokenise the data to train on, from the first documents that make `tokens_max`, and the data to evaluate on.
 
         That is a part of `documents` where --eval is a fraction, and all that `evaluated` holds otherwise.
@@ -104,11 +104,11 @@ class Reader:
             return blocks, None
         return blocks, self._tokenised(documents if evaluated is None else evaluated, held_out, None)
 
-    def _tokenised(self, documents: Documents, part: range | None, tokens_max: int | None) -> Blocks:
+    def _tokenised(self, documents: Documents, part: range | None, tokens_max: int | None) -> TokenBlocks:
         settings = self._settings
         bar = Progress("tokenising", len(documents if part is None else part), unit="document")
         try:
-            blocks = Blocks(
+            blocks = TokenBlocks(
                 documents,
                 self._tokenizer,
                 scratch=self._folder(),

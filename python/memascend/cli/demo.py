@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memascend.cli.data import Blocks, Documents, Tokenizer
+from memascend.cli.data import Documents, TokenBlocks, Tokenizer
 from memascend.cli.demo_models import SMOLLM2
 from memascend.cli.dtypes import choose_dtype
 from memascend.cli.finetune import finetune
@@ -139,7 +139,7 @@ class _Look:
     def _loss(self, model: Any, tokenizer: Tokenizer) -> float:
         scratch = Path(tempfile.mkdtemp(dir=self._work))
         documents = Documents(self._held_out, scratch=scratch)
-        blocks = Blocks(
+        blocks = TokenBlocks(
             documents,
             tokenizer,
             scratch=scratch,

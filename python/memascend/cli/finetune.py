@@ -54,7 +54,7 @@ from memascend.hardware import waits
 from memascend.hardware.cuda import open_device
 from memascend.hardware.memory_limits import resident_memory
 from memascend.hardware.threads import update_threads
-from memascend.integrations.trainer_position import Position
+from memascend.integrations.trainer_position import TrainerPosition
 from memascend.layout.bits import PUBLISHED
 from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.registry import ranks_of
@@ -246,7 +246,7 @@ def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
 
 def _recorded(tracked: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the record of a run, and the entries of its metrics."""
-    return tracked.get(Training.NAME, {}), tracked.get(Position.NAME, {}).get("logged", 0)
+    return tracked.get(Training.NAME, {}), tracked.get(TrainerPosition.NAME, {}).get("logged", 0)
 
 
 def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memascend.cli.changes import Changes
-    from memascend.cli.data import Blocks
+    from memascend.cli.data import TokenBlocks
     from memascend.cli.run_log import RunLog
     from memascend.cli.settings import Settings
 
@@ -51,7 +51,7 @@ class Run(Protocol):
         """Return the progress."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a progress."""
+        """Restore a result of `state_dict`."""
 
     def epoch(self, steps: int) -> float:
         """Return how many times the run has gone through its data after so many steps."""
@@ -88,7 +88,7 @@ class EvaluationEnded(Exception):
 class OrderedSequences(Dataset):
     """Sequences in the order in which they are taken."""
 
-    def __init__(self, blocks: Blocks, length: int, number: Callable[[int], int]) -> None:
+    def __init__(self, blocks: TokenBlocks, length: int, number: Callable[[int], int]) -> None:
         """Take `length` sequences of `blocks`, each with the number that `number` has for its index."""
         self._blocks, self._length, self._number = blocks, length, number
 
@@ -105,7 +105,7 @@ class HeldOut(Dataset):
     Where processes take a batch each, accelerate would else give some of the first sequences twice.
     """
 
-    def __init__(self, blocks: Blocks, batch: int) -> None:
+    def __init__(self, blocks: TokenBlocks, batch: int) -> None:
         """Take all of `blocks`, for batches of so many sequences over all processes."""
         self._blocks, self._length = blocks, -(-len(blocks) // batch) * batch
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from memascend.common.outputs import beside, under_way, writing
 from memascend.errors import DataError, MemascendError
+from memascend.hardware.drives import is_device
 from memascend.recovery.inspect import holds_store, last_record
 
 METRICS_NAME = "metrics.jsonl"
@@ -23,7 +24,7 @@ def records_of(run: Path) -> Path:
         return run
     if run.is_dir() and (run / METRICS_NAME).is_file() and under_way(run, METRICS_NAME) is None:
         return run / METRICS_NAME
-    out = _written_by(run) if run.is_dir() or run.is_block_device() else run
+    out = _written_by(run) if run.is_dir() or is_device(run) else run
     if out is not None and out.is_file():
         return out
     for file in (None if out is None else under_way(out, METRICS_NAME), None if out is None else hidden_records(out)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.cli.answers.generating import Generation
+from memascend.cli.answers.generating import Sampling
 from memascend.cli.answers.texts import Texts
 from memascend.cli.data import ByteTokenizer
 
@@ -32,7 +32,7 @@ class Samples:
         was_training = model.training
         model.eval()
         try:
-            (answer,) = Generation(TOKENS, temperature=0, ends=texts.ends).answers(model, [ids])
+            (answer,) = Sampling(TOKENS, temperature=0, ends=texts.ends).answers(model, [ids])
         finally:
             model.train(was_training)
         shown = texts.text(answer).strip() or "(nothing)"

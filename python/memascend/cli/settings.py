@@ -111,7 +111,7 @@ class Settings:
 
     @property
     def has_boundaries(self) -> bool:
-        """Whether packed documents are apart in attention; `command.boundaries` settles "auto" before."""
+        """Whether packed documents are apart in attention; `memascend.cli.boundaries` settles "auto" before."""
         return self.packing and self.boundaries == "on"
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.common.sizes import format_size
 from memascend.errors import DataError
 from memascend.forecast.traffic import ssd_space
+from memascend.hardware.drives import is_device
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -49,7 +50,7 @@ def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Wo
             f"{_named(settings)}, and {where}: give another --store, leave out {_flags(settings)}, or lower what a "
             "step takes (--states 8bit, --no-master)"
         )
-    if not any(path.is_block_device() for path in settings.store):
+    if not any(map(is_device, settings.store)):
         _check_least(settings, alone, free, where)
 
 
@@ -69,7 +70,7 @@ def _check_least(settings: Settings, space: Counter[str], free: int, where: str)
 
 def free_bytes(stores: Sequence[Path]) -> int | None:
     """Return the bytes that are free in the directories of a store; None where there are devices, or nothing tells."""
-    return None if any(path.is_block_device() for path in stores) else _free_in(_folders(stores))
+    return None if any(map(is_device, stores)) else _free_in(_folders(stores))
 
 
 def _folders(stores: Sequence[Path]) -> list[Path]:

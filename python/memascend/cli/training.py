@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.cli import adapters
-from memascend.cli.changes import Changes, Position, effects, find_changes
+from memascend.cli.changes import Changes, DataPosition, effects, find_changes
 from memascend.cli.errors import note
 from memascend.cli.loop import EvaluationEnded, HeldOut, Loop, LoopArguments, OrderedSequences
 from memascend.cli.metrics import hidden_records
@@ -27,7 +27,7 @@ from memascend.session.api import find_offload
 
 if TYPE_CHECKING:
     from memascend.cli.best import BestModel
-    from memascend.cli.data import Blocks
+    from memascend.cli.data import TokenBlocks
     from memascend.cli.run_log import RunLog
     from memascend.cli.settings import Result, Settings
     from memascend.common.interrupts import Interrupts
@@ -51,8 +51,8 @@ class Training:
         self,
         settings: Settings,
         model: Any,
-        blocks: Blocks,
-        held_out: Blocks | None,
+        blocks: TokenBlocks,
+        held_out: TokenBlocks | None,
         log: RunLog,
         best: BestModel,
         interrupts: Interrupts,
@@ -66,7 +66,7 @@ class Training:
         self.clock = ""
         self.tokens_per_step = settings.sequences_per_step * settings.seq_len
         self.changes: Changes = {}
-        self._position = Position()
+        self._position = DataPosition()
         self.steps = self._position.length(settings, len(blocks))
         # Identifies the data: its size, and how it begins.
         self._data = [blocks.tokens, len(blocks), _beginning(blocks)]
@@ -106,7 +106,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `resume` has taken up the state before there was a Trainer."""
+        """Do nothing: `resume` has restored the state before there was a Trainer."""
 
     def resume(self, state: dict[str, Any], entries: int) -> None:
         """Go on from a recorded state, after which the metrics file had `entries` entries.
@@ -126,11 +126,11 @@ class Training:
         result.steps_before = result.steps
         self.saved()
         self.evaluation_is_due = state["evaluation_is_due"]
-        self._position = Position(*state["position"])
+        self._position = DataPosition(*state["position"])
         if self.changes:
             before = state["settings"]
             per_step = before["batch_size"] * before["grad_accum"] * before.get("processes", 1)
-            self._position = Position(result.steps, self._position.sequence(result.steps, per_step))
+            self._position = DataPosition(result.steps, self._position.sequence(result.steps, per_step))
         result.steps_planned = self.steps = self._position.length(self.settings, len(self.blocks))
         for line in effects(self.changes, result.steps, self._position, self.steps, self.blocks):
             note(line)
@@ -381,6 +381,6 @@ class Training:
         self._bar.update(record["step"], step_text({**record, "loss": loss}))
 
 
-def _beginning(blocks: Blocks) -> list[int]:
+def _beginning(blocks: TokenBlocks) -> list[int]:
     """Return the ids of the sequence that comes first."""
     return blocks.batch(0, 1)["input_ids"].flatten().tolist()

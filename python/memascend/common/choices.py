@@ -1,4 +1,4 @@
-"""What `--eval` takes, and what a misspelt name may mean; without heavy imports, so that help is shown at once."""
+"""The values of `--eval`, and names like a misspelt one; without heavy imports, so that help is shown at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def parse_held_out(text: str) -> float | Path:
-    """Return what is to be held out: a fraction, from a number between 0 and 1, or else a path.
+    """Parse the value of `--eval`: a fraction to hold out, from a number between 0 and 1, or else a path.
 
     Raises ValueError for a number that is no such fraction.
     """
@@ -20,7 +20,7 @@ def parse_held_out(text: str) -> float | Path:
     except ValueError:
         return Path(text)
     if not 0 < fraction < 1:
-        raise ValueError(f"{text} is no fraction between 0 and 1; write a file of that name as ./{text}")
+        raise ValueError(f"{text} is not a fraction between 0 and 1; for a file of that name write ./{text}")
     return fraction
 
 

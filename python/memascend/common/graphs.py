@@ -35,7 +35,7 @@ def outside_of_graphs(function: Callable) -> Callable:
 
 
 def called_from_compiled() -> bool:
-    """Whether a function or a module that `torch.compile` has made has called, however far from here."""
+    """Return whether a function or a module that `torch.compile` made is among the callers."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     made: Any = getattr(eval_frame, "OptimizedModule", None)
     frame = None if made is None else sys._getframe(1)
@@ -51,13 +51,13 @@ def called_from_compiled() -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile` has made a module, or `module.compile()` was called."""
+    """Return whether `torch.compile` made the module, or `module.compile()` was called."""
     made = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     return isinstance(module, made) or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward pass, which computes layers again."""
+    """Return whether this thread is in a backward pass, which computes layers again."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from memascend.errors import Abandoned
 
-#: What ends a run: Ctrl-C, `kill`, and a terminal that was closed.
+#: The signals that end a run: Ctrl-C, `kill`, and a terminal that was closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: After this time a signal is sent again whose exception was lost.
 AGAIN_SECONDS = 0.05
@@ -67,7 +67,7 @@ class _Deferred:
             self._previous[number](number, frame)
 
 
-#: What defers signals now, in the main thread.
+#: The handler that defers signals now, in the main thread.
 _deferring: _Deferred | None = None
 
 
@@ -99,8 +99,8 @@ class Interrupts:
 
     A signal that strikes in a finalizer, where Python reports exceptions and drops them, is sent again.
 
-    A SIGHUP that the process was started to ignore (`nohup`) stays ignored. Where the terminal is gone, what is printed
-    from then on goes nowhere, so that the run can still end as asked.
+    A SIGHUP that the process was started to ignore (`nohup`) stays ignored. Where the terminal is gone, later output is
+    dropped, so that the run can still end as asked.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Interrupts:
         """Begin without a request, and not `graceful`: the first signal abandons the run.
 
         Args:
-            end: what follows the step that a graceful run finishes.
+            end: the work after the step that a graceful run finishes, in words.
             speaks: whether this process says so.
-            patience_seconds: how long the same request may come again: a launcher forwards what a terminal sends to
-                each of its processes too.
+            patience_seconds: how long the same request may come again: a launcher forwards a terminal's signal to its
+                processes, each of which has it already.
         """
         self._end, self._speaks, self._patience = end, speaks, patience_seconds
         self._asked_at = 0.0
@@ -138,7 +138,7 @@ class Interrupts:
             signal.signal(number, handler)
         if self._hook is not None:
             sys.unraisablehook = self._hook
-        self._forget()  # It asks to end what has ended: other handlers would end the process.
+        self._forget()  # The run has ended: other handlers would end the process.
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

@@ -1,4 +1,4 @@
-"""What prepares other libraries for tensors on SSD, before there are any."""
+"""Preparations of other libraries for tensors on SSD, to be made before there are any."""
 
 from __future__ import annotations
 

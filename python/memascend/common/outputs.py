@@ -56,7 +56,7 @@ def _lock(work: Path) -> int:
     """Make the lock of a workspace; return its descriptor, whose end unlocks it."""
     new = work / f"{_LOCK}.new"
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    with suppress(OSError):  # A filesystem without locks: what is left there stays.
+    with suppress(OSError):  # A filesystem without locks: its leftovers stay.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.rename(new, work / _LOCK)  # It appears locked.
     return lock
@@ -79,7 +79,7 @@ def under_way(out: Path, name: str) -> Path | None:
 
 
 def clear_away(folder: Path) -> None:
-    """Remove the workspaces in `folder` whose processes were killed, and put what they keep beside their output."""
+    """Remove the workspaces in `folder` whose processes were killed; move the files to keep beside their output."""
     with suppress(OSError):
         for path in folder.iterdir():
             if named := _WORKSPACE.fullmatch(path.name):
@@ -108,13 +108,13 @@ def _taken_over(work: Path) -> Iterator[None]:
 
 
 def _put_if_newer(file: Path, place: Path) -> None:
-    """Move a file, unless what lies there is newer."""
+    """Move a file, unless the one there is newer."""
     if not place.exists() or place.stat().st_mtime_ns < file.stat().st_mtime_ns:
         os.replace(file, place)
 
 
 def put_in_place(finished: Path, out: Path, *, replaces: bool = False) -> None:
-    """Rename the finished directory to `out`, atomically and durably. What it `replaces` lies at `finished` then."""
+    """Rename the finished directory to `out`, atomically and durably; where it `replaces` another, swap them."""
     for path in [*finished.rglob("*"), finished]:
         sync(path)
     if replaces and os.path.lexists(out):
@@ -122,7 +122,7 @@ def put_in_place(finished: Path, out: Path, *, replaces: bool = False) -> None:
         sync(out.parent)
         return
     if os.path.lexists(out):  # made since the start of the run; a rename onto an empty directory would succeed
-        raise OutputError(f"--out {out} was created by another process during the run: nothing was written over it")
+        raise OutputError(f"--out {out} was created by another process during the run: it was not overwritten")
     os.rename(finished, out)
     sync(out.parent)
 

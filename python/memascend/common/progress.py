@@ -30,11 +30,11 @@ class Progress:
         self._stream = stream if stream is not None else sys.stderr
         self._title, self._total, self._unit = title, total, unit
         self._bar: Any = None
-        #: The first amount, and when it was done: the rate of what follows says how much time is left.
+        #: The first amount, and when it was done: the rate after it says how much time is left.
         self._first: tuple[int, float] | None = None
         self._ended = False
         self._began = time.monotonic()
-        #: What was shown last.
+        #: The amount and the parts shown last.
         self._done, self._parts = 0, list[str]()
         self._shown = -math.inf if unit == "step" else time.monotonic()  # of other work a line comes only after a while
         if self._stream.isatty():
@@ -67,7 +67,7 @@ class Progress:
         now = time.monotonic()
         if self._first is None:
             self._first = done, now
-        ends = done == self._total and not self._ended  # What follows the last step is shown at times too.
+        ends = done == self._total and not self._ended  # Work after the last step is shown at times too.
         if now - self._shown >= PLAIN_LINE_SECONDS or ends:
             self._shown, self._ended = now, done == self._total
             amount = (format_size(done), format_size(self._total)) if self._unit == "B" else (done, self._total)
@@ -78,7 +78,7 @@ class Progress:
             self._stream.flush()
 
     def pulse(self, part: str) -> None:
-        """Show a part beside what is done; elsewhere than on a terminal a line with it, where none came for a while."""
+        """Show a part beside the amount; elsewhere than on a terminal in a line, where none came for a while."""
         if self._bar is not None:
             self._lay_out(self._bar.n, [part, *self._parts])
             self._bar.refresh()
@@ -99,7 +99,7 @@ class Progress:
         return [f"{_clock((now - begin) / (done - first_done) * (self._total - done))} left"]
 
     def _columns(self) -> int:
-        """The width of the terminal, now."""
+        """Return the width of the terminal."""
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
         except (OSError, ValueError):  # The terminal is gone, or the stream is no file.

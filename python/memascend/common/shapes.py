@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: What a value must be: a type, None, a list `[of]`, a list of exactly these `(one, another)`, an object with at least
+#: The values to allow: a type, None, a list `[of]`, a list of exactly these `(one, another)`, an object with at least
 #: these keys `{"key": of}`, one of the classes below, or a function that raises ValueError.
 Shape = Any
 

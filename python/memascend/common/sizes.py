@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: In the place of a size: what the machine leaves.
+#: In the place of a size: as much as the machine leaves.
 AUTO = "auto"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -12,11 +12,11 @@ def check_tile_tokens(tokens: int | str | None) -> None:
     if tokens is None or tokens == AUTO:
         return
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"tile_tokens={tokens!r}: a tile has one token or more, a whole number, or is 'auto'")
+        raise ValueError(f"tile_tokens={tokens!r} is neither a whole number of at least 1 nor 'auto'")
 
 
 def parse_tile_tokens(text: int | str | None) -> int | str | None:
-    """Return the tokens of a tile, of which a number may be written as a string.
+    """Return the tokens of a tile; a number may be a string.
 
     Raises ValueError as `check_tile_tokens` does.
     """

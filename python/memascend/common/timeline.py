@@ -80,7 +80,7 @@ class Timeline:
         return _Wait(self, kind)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by kind, `COMPUTE` among them, since the beginning; their sum is the time that has passed."""
+        """Return the seconds by kind since the beginning, `COMPUTE` among them; their sum is all the time since."""
         self._count()
         updating = None if self._updating is None else self._updating()
         return _divide({kind: spent / 1e9 for kind, spent in self._spent_ns.items()}, updating)

@@ -1,6 +1,6 @@
-"""What of this machine and its software fits memascend, line by line, with remedies.
+"""Checks this machine and its software for memascend, and prints a line for each finding, with remedies.
 
-What can be tried is tried: a ring is opened, memory is locked, a drive is read and written. No model library is
+Features are tried, not assumed: a ring is opened, memory is locked, a drive is read and written. No model library is
 imported.
 """
 

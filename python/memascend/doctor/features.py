@@ -1,4 +1,4 @@
-"""What this build and this machine have, in a few lines: `memascend --version`."""
+"""The features of this build and this machine, in a few lines: `memascend --version`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _io_uring() -> str:
     try:
         FileEngine(engine="ring")
     except (MemascendError, OSError) as error:
-        return f"no ({error}): threads in its place"
+        return f"no ({error}): threads are used instead"
     return "yes"
 
 

@@ -17,7 +17,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found: `level` is "ok", "note" or "problem", and only the first has no remedy."""
+    """A finding: `level` is "ok", "note" or "problem", and only the first has no remedy."""
 
     level: str
     subject: str
@@ -31,12 +31,12 @@ def ok(subject: str, text: str) -> Finding:
 
 
 def note(subject: str, text: str, remedy: str) -> Finding:
-    """Return a line on what works, but not as well as it could."""
+    """Return a line on a feature that works, but not as well as it could."""
     return Finding(NOTE, subject, text, remedy)
 
 
 def problem(subject: str, text: str, remedy: str) -> Finding:
-    """Return a line on what does not work."""
+    """Return a line on a feature that does not work."""
     return Finding(PROBLEM, subject, text, remedy)
 
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """What training a model takes, in bytes: host memory with PyTorch's, and SSD with durable steps."""
+    """The bytes to train a model: host memory with PyTorch's, and SSD with durable steps."""
 
     memory: int
     ssd: int
 
 
-#: Kinds of training, and what each takes of published models in bfloat16 with AdamW, one sequence of 512 tokens: as
-#: `memascend plan` counts it with the least budget. Adapters have rank 16.
+#: Kinds of training, and the needs of each for published models in bfloat16 with AdamW, one sequence of 512 tokens: as
+#: `memascend plan` counts them with the least budget. Adapters have rank 16.
 KINDS = ("full", "full with 8-bit states", "adapters")
 _MODELS = {
     "GPT-2 XL (1.6B)": ((293_773_328, 40_575_778_816), (293_773_328, 22_288_171_008), (599_003_152, 3_194_036_224)),
@@ -56,7 +56,7 @@ def sizes(stores: Sequence[Location]) -> Finding:
         text += f" (SSD for full: {needed})" if needed else ""
     if all(found.values()):
         return ok("models", f"{text}. `memascend plan` counts any model")
-    return note("models", text, "Free memory or disk: `memascend plan MODEL --store DIR` says what a run takes")
+    return note("models", text, "Free memory or disk: `memascend plan MODEL --store DIR` shows the needs of a run")
 
 
 def _largest(kind: str, memory: int, ssd: int | None) -> str | None:

@@ -14,9 +14,9 @@ from memascend.doctor.findings import Finding, note, ok, problem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What memascend cannot do without.
+#: Packages that memascend needs.
 NEEDED = ("torch", "numpy")
-#: What its parts are for, beside it or behind it; not installed is no fault.
+#: Packages that parts of it integrate with; their absence is no fault.
 OPTIONAL = (
     "transformers",
     "safetensors",
@@ -50,7 +50,7 @@ def _python() -> Finding:
     return note(
         "Python",
         f"{text}, free-threaded: memascend needs the GIL, which Python turns on again when it is imported",
-        "Use the ordinary Python of this version, and leave PYTHON_GIL=0 and -X gil=0 away",
+        "Use the ordinary Python of this version, without PYTHON_GIL=0 and -X gil=0",
     )
 
 

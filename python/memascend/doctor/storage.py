@@ -18,15 +18,15 @@ from memascend.hardware import drives
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Filesystems on which a store is slow, or not what it seems, and why.
+#: Filesystems on which a store is slow or misleading, and why.
 PITFALLS = {
     **dict.fromkeys(drives.IN_MEMORY, "it is memory: a store there takes memory that no budget counts"),
     "overlay": "the layers of a container: slower, and gone with the container",
     "btrfs": "stores are made without copy-on-write, so that its checksums do not cover them",
-    "zfs": "it caches and compresses what passes, in memory that no budget counts",
+    "zfs": "it caches and compresses data in memory that no budget counts",
     **dict.fromkeys(
         ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.rclone", "ceph", "drvfs"),
-        "a network filesystem: a step takes as long as the network does, and a flush may be none",
+        "a network filesystem: the network limits every step, and a flush may not reach the drive",
     ),
 }
 #: Bytes and seconds of a measurement: ten seconds for each drive.
@@ -38,7 +38,7 @@ SMALL_BYTES = 26 * 10**9
 
 
 def storage(location: drives.Location, measure: bool = True) -> Iterator[Finding]:
-    """Yield what is to be said of a directory or a raw device, which is written to and left as it was."""
+    """Yield the findings on a directory or a raw device, which is written to and left as it was."""
     name = os.fspath(location)
     try:
         if not drives.is_device(location):
@@ -48,7 +48,7 @@ def storage(location: drives.Location, measure: bool = True) -> Iterator[Finding
         if measure:
             yield _speed(location)
     except (MemascendError, OSError) as error:
-        yield problem(name, str(error), "Give a directory that can be written to, or a device that was formatted")
+        yield problem(name, str(error), "Give a directory with write permission, or a device formatted by memascend")
 
 
 def _filesystem(name: str) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def _filesystem(name: str) -> Iterator[Finding]:
     if kind in PITFALLS:
         yield note(name, f"{text}; {PITFALLS[kind]}", "ext4 or XFS on an SSD, or a raw device, has none of that")
     elif usage.free < SMALL_BYTES:
-        yield note(name, text, "Durable training takes 26 bytes of it for each parameter (memascend plan shows it)")
+        yield note(name, text, "Durable training takes 26 bytes of space for each parameter (memascend plan shows it)")
     else:
         yield ok(name, text)
 
@@ -77,7 +77,7 @@ def _direct(location: drives.Location) -> Iterator[Finding]:
     else:
         yield note(
             name,
-            f"no direct I/O, engine {engine}: the page cache takes a copy of all that is moved",
+            f"no direct I/O, engine {engine}: the page cache copies everything that is moved",
             "Use a filesystem that has O_DIRECT, such as ext4 or XFS",
         )
     for notice in stats["notices"]:
@@ -101,7 +101,7 @@ def _health(location: drives.Location) -> Iterator[Finding]:
     if (worn or 0) >= WORN_PERCENT:
         yield note(name, text, 'Move fewer bytes: states="8bit", durability="every:16", or another drive')
     elif (celsius or 0) >= HOT_CELSIUS:
-        yield note(name, text, "Cool it: hot drives slow down by themselves")
+        yield note(name, text, "Cool it: hot drives throttle themselves")
     else:
         yield ok(name, text)
 

@@ -30,7 +30,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def system() -> Iterator[Finding]:
-    """Yield what the kernel and the machine have."""
+    """Yield the findings on the kernel and the machine."""
     yield from _kernel()
     yield _io_uring()
     yield _locked_memory()
@@ -119,8 +119,8 @@ def _swap() -> Iterator[Finding]:
         names = ", ".join(fields[0] for fields in swaps)
         yield note(
             "swap",
-            f"{names}: what is not page-locked may be swapped out, so that a run gets slow before it fails",
-            "swapoff it for a run, or keep it on another drive than the store",
+            f"{names}: memory that is not page-locked may be swapped out, so that a run slows down before it fails",
+            "Turn it off for a run (swapoff), or keep it on another drive than the store",
         )
 
 

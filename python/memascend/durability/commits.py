@@ -13,10 +13,11 @@ Updates of a step that is to be durable write resident data at once (`writes_thr
 states are resident; where some are read there, the drives have enough to do, and the commit writes resident data beside
 the backward pass. Other steps leave it to the next commit.
 
-Over ranks each rank commits to its own store; then the ranks meet (`CommitLog.wait_committed`), and only after that do
-updates write over the generation before, whose manifest lies beside the new one until the next commit. A rank that was
-quicker goes back to it (`runs.common_generation`). A manifest for another reason (a checkpoint that is kept, deleted or
-restored) is only written while all ranks have the same generation, since it takes the place of the one before.
+Over ranks each rank commits to its own store; then the ranks wait for each other (`CommitLog.wait_committed`), and only
+after that do updates write over the generation before, whose manifest lies beside the new one until the next commit. A
+rank that was quicker goes back to it (`memascend.recovery.common_generation`). A manifest for another reason (a
+checkpoint that is kept, deleted or restored) is only written while all ranks have the same generation, since it takes
+the place of the one before.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from memascend.streaming.resident_states import stay_whole
 
 if TYPE_CHECKING:
     from memascend._memascend import Runtime
-    from memascend.durability.protocols import Optimizer, Session
+    from memascend.durability.protocols import OptimizerProtocol, SessionProtocol
     from memascend.layout.units import Unit
     from memascend.streaming.streamer import Streamer
 
@@ -56,9 +57,9 @@ _log = logging.getLogger("memascend")
 
 
 class CommitLog:
-    """The generations of one offloaded model."""
+    """The commits of one offloaded model: when a step becomes a generation of its store."""
 
-    def __init__(self, session: Session, runtime: Runtime, source: dict[str, Any]) -> None:
+    def __init__(self, session: SessionProtocol, runtime: Runtime, source: dict[str, Any]) -> None:
         """Commit to the store of `runtime` as the session's `durability` says, after the updates of its streamer.
 
         `source` describes how to make the model again. Raises ValueError for an unknown `durability`.
@@ -79,7 +80,7 @@ class CommitLog:
         self.steps = 0
         self._committed_steps = 0
         #: The optimizer whose step was counted since the last pass began.
-        self._counted: weakref.ref[Optimizer] | None = None
+        self._counted: weakref.ref[OptimizerProtocol] | None = None
         #: The state of the last step.
         self._step_snapshot: StepSnapshot | None = None
         #: The state of the tracked data as it was given to `track`, before the first step.
@@ -99,7 +100,7 @@ class CommitLog:
     # ---- the contents of a generation ---------------------------------------------------------------------
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> SessionProtocol:
         session = self._session_reference()
         assert session is not None, "the session outlives its generations"
         return session
@@ -113,15 +114,15 @@ class CommitLog:
         return self._session.tracked
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[OptimizerProtocol]:
         """The optimizers that train the model, the oldest first."""
         return self._optimizers.living
 
-    def join(self, optimizer: Optimizer) -> None:
+    def join(self, optimizer: OptimizerProtocol) -> None:
         """Include an optimizer in every generation from now on."""
         self._optimizers.join(optimizer)
 
-    def leave(self, optimizer: Optimizer) -> None:
+    def leave(self, optimizer: OptimizerProtocol) -> None:
         """Leave out an optimizer that has taken no step: another one has its parameters."""
         self._optimizers.leave(optimizer)
 
@@ -159,7 +160,7 @@ class CommitLog:
         if moment is not None and moment.tracked is not None:
             moment.tracked[name] = moment.data if name == _TAKEN_WITH_THE_STEP else state
 
-    def decide(self, optimizer: Optimizer, missing_bytes: int, spare_bytes: int) -> bool:
+    def decide(self, optimizer: OptimizerProtocol, missing_bytes: int, spare_bytes: int) -> bool:
         """Return whether tensors get a second slot, so that steps are durable, and settle `period`.
 
         Args:
@@ -216,12 +217,12 @@ class CommitLog:
             return self._wanted(ahead=1)
         return bool(self.period) and (self._phases.record is not None or self._needs_record())
 
-    def allows_in_backward(self, optimizer: Optimizer) -> bool:
+    def allows_in_backward(self, optimizer: OptimizerProtocol) -> bool:
         """Return whether updates may begin in the middle of a pass: `settle` would apply none of the last step."""
         stepped_since = self._counted is not None and self._counted() is optimizer
         return not stepped_since and self._phases.phase is not Phase.DUE
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: OptimizerProtocol) -> None:
         """Note that a step was taken: its generation is committed with the next pass."""
         self._resumed = None
         if self._counted is None or self._counted() is optimizer:
@@ -275,7 +276,7 @@ class CommitLog:
             with uninterrupted():
                 self._phases.start(self._runtime.store.commit(record, self._streamer.tickets()))
 
-    def wait_committed(self, optimizer: Optimizer | None = None) -> None:
+    def wait_committed(self, optimizer: OptimizerProtocol | None = None) -> None:
         """Wait until the generation that is due is durable: the next updates may overwrite the one before it.
 
         `optimizer` is about to step, or to begin training a parameter. Raises StoreError if the generation could not be
@@ -312,7 +313,7 @@ class CommitLog:
             membership.ranks.barrier(f"have generation {self._runtime.store.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
-        """Give up a record that does not fit into the manifest, and raise an error that names the largest part.
+        """Discard a record that does not fit into the manifest, and raise an error that names the largest part.
 
         The generation before it stays. Later steps have records of their own.
         """

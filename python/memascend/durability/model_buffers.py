@@ -14,7 +14,7 @@ from memascend.layout.units import round_up
 
 if TYPE_CHECKING:
     from memascend._memascend import Runtime
-    from memascend.durability.protocols import Session
+    from memascend.durability.protocols import SessionProtocol
 
 #: The store's tensor of all small buffers. No parameter has such a name.
 _SMALL = ".buffers"
@@ -28,7 +28,7 @@ class ModelBuffers:
     A buffer's dtype and shape may change during the run.
     """
 
-    def __init__(self, session: Session, runtime: Runtime) -> None:
+    def __init__(self, session: SessionProtocol, runtime: Runtime) -> None:
         """Begin with nothing written to the store of `runtime`."""
         self._session_reference = weakref.ref(session)
         self._runtime = runtime

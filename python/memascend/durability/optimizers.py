@@ -1,4 +1,4 @@
-"""The optimizers of a run as its generations describe them."""
+"""The optimizers of a run, as the records of its generations describe them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.durability import exact_json
 
 if TYPE_CHECKING:
-    from memascend.durability.protocols import Optimizer, Session
+    from memascend.durability.protocols import OptimizerProtocol, SessionProtocol
 
 
 class JoinedOptimizers:
@@ -23,20 +23,20 @@ class JoinedOptimizers:
         return bool(self._entries)
 
     @property
-    def living(self) -> list[Optimizer]:
+    def living(self) -> list[OptimizerProtocol]:
         """The optimizers that the program still has."""
         return [optimizer for entry in self._entries if (optimizer := entry.reference()) is not None]
 
-    def join(self, optimizer: Optimizer) -> None:
+    def join(self, optimizer: OptimizerProtocol) -> None:
         """Add an optimizer, once."""
         if all(joined is not optimizer for joined in self.living):
             self._entries.append(_Entry(optimizer))
 
-    def leave(self, optimizer: Optimizer) -> None:
+    def leave(self, optimizer: OptimizerProtocol) -> None:
         """Remove an optimizer that has taken no step."""
         self._entries = [entry for entry in self._entries if entry.reference() is not optimizer]
 
-    def stepped(self, optimizer: Optimizer, holds: bool) -> None:
+    def stepped(self, optimizer: OptimizerProtocol, holds: bool) -> None:
         """Drop noted options. If `holds`, keep the optimizer that has taken a step alive until it is described."""
         for entry in self._entries:
             entry.options = None
@@ -61,7 +61,7 @@ class JoinedOptimizers:
             for group, options in zip(groups, recorded["groups"], strict=False):
                 group.update({name: value for name, value in options.items() if name != "params"})
 
-    def describe(self, session: Session) -> list[dict[str, Any]]:
+    def describe(self, session: SessionProtocol) -> list[dict[str, Any]]:
         """Describe the optimizers, including those that are gone but whose states are still in the store."""
         for entry in self._entries:
             optimizer = entry.reference()
@@ -79,7 +79,7 @@ class JoinedOptimizers:
         return [entry.described for entry in self._entries if entry.described is not None]
 
 
-def _remove_overtaken(states: dict[str, Any], session: Session) -> None:
+def _remove_overtaken(states: dict[str, Any], session: SessionProtocol) -> None:
     """Remove the states, by parameter, that another optimizer has taken over."""
     places = {place.name: place for place in session.places}
     for name in list(states):
@@ -90,12 +90,12 @@ def _remove_overtaken(states: dict[str, Any], session: Session) -> None:
 class _Entry:
     """An optimizer of the model, and its latest description."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.reference: weakref.ref[Optimizer] = weakref.ref(optimizer)
+    def __init__(self, optimizer: OptimizerProtocol) -> None:
+        self.reference: weakref.ref[OptimizerProtocol] = weakref.ref(optimizer)
         #: Outlives the optimizer, since its states stay in the store.
         self.described: dict[str, Any] | None = None
         #: Keeps the optimizer alive from a step until it has been described.
-        self.alive: Optimizer | None = None
+        self.alive: OptimizerProtocol | None = None
         #: The options of its groups when the present pass began.
         self.options: list[dict[str, Any]] | None = None
 

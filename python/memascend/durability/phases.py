@@ -152,7 +152,7 @@ class CommitPhases:
         self._state = self._state._replace(phase=self._following(Event.FORGET), after=Phase.IDLE)
 
     def drop(self) -> None:
-        """Give up a record that waits, and the step that it describes. A commit under way cannot be given up."""
+        """Discard a record that waits, and the step that it describes. A commit under way cannot be discarded."""
         self._state = _State(self._following(Event.DROP))
 
     def due(self, record: str, *, partial: bool) -> None:
@@ -174,7 +174,7 @@ class CommitPhases:
         self._state = self._state._replace(phase=self._following(Event.FAIL), commit=None)
 
     def refuse(self) -> None:
-        """Give up a record that no commit can take. The state that it described is still unsaved."""
+        """Discard a record that no commit can take. The state that it described is still unsaved."""
         following = self._following(Event.REFUSE)
         self._state = _State(Phase.OWED if self._state.after is Phase.OWED else following)
 

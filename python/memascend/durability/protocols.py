@@ -1,4 +1,4 @@
-"""The session and the optimizer as rooms below theirs see them."""
+"""The session and the optimizer, as protocols for folders that must not import theirs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from memascend.ranks.membership import Membership
     from memascend.streaming.experts import ExpertPieces
     from memascend.streaming.streamer import Streamer
-    from memascend.streaming.updates import Measured, Segment
+    from memascend.streaming.updates import MeasuredGradient, Segment
 
 
-class Gradients(Protocol):
+class GradientsProtocol(Protocol):
     """The captured gradients of a session; see `memascend.gradients.capture.GradientCapture`."""
 
     def note_used(self, place: ParameterEntry, /) -> None:
@@ -38,7 +38,7 @@ class Gradients(Protocol):
         """Set every element of a gradient to a value."""
 
 
-class Session(Protocol):
+class SessionProtocol(Protocol):
     """The offloaded state of one model; see `memascend.session.session.Session`."""
 
     runtime: Runtime
@@ -57,7 +57,7 @@ class Session(Protocol):
         """The options that open the store again."""
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> GradientsProtocol:
         """The captured gradients."""
 
     @property
@@ -83,15 +83,15 @@ class Session(Protocol):
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
-        """The places of all parameters."""
+        """The entries of all parameters."""
 
 
-class Optimizer(Protocol):
+class OptimizerProtocol(Protocol):
     """An optimizer of offloaded parameters; see `memascend.optim.base.OffloadedOptimizer`."""
 
     param_groups: list[dict[str, Any]]
 
-    def trains_only(self, session: Session, /) -> bool:
+    def trains_only(self, session: SessionProtocol, /) -> bool:
         """Return whether every parameter of the optimizer is one of the session's model."""
 
     def projection_of(self, parameter: nn.Parameter, /) -> Projection | None:
@@ -106,13 +106,15 @@ class Optimizer(Protocol):
     def prepare_in_backward(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Complete the update, which is about to be started."""
 
-    def measured_in_backward(self, parameter: nn.Parameter, projection: Projection, address: int, /) -> Measured | None:
+    def measured_in_backward(
+        self, parameter: nn.Parameter, projection: Projection, address: int, /
+    ) -> MeasuredGradient | None:
         """Return the values that complete the update once a device has measured the gradient."""
 
     def applied_in_backward(self, parameter: nn.Parameter, segment: Segment, /) -> None:
         """Note that the update was taken."""
 
-    def describe(self, session: Session, /) -> dict[str, Any]:
+    def describe(self, session: SessionProtocol, /) -> dict[str, Any]:
         """Return the record of the optimizer, without tensors.
 
         Raises MemascendError where some of its parameters are not the model's.

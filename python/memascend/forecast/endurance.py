@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memascend.memory_plan.device import DevicePlan
     from memascend.memory_plan.lines import Plan
 
-#: What many drives of 1 TB are rated to be written, for a run of which the rating is not known.
+#: The writes that many drives of 1 TB are rated for, in bytes, for a run whose drives have no known rating.
 USUAL_RATING_BYTES = 600 * 10**12
 #: Steps that are counted where a run's number of steps is not known.
 STEPS = 1000

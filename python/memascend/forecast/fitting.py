@@ -1,4 +1,4 @@
-"""What would have a run fit that does not: the first of a few changes, each by itself."""
+"""A change with which a run fits that does not fit as it is: the first of a few that is enough by itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fitting_change(
 ) -> str | None:
     """Return the options with which a run on the CPU fits whose host memory is `whole`, or None where none does.
 
-    `smallest` is what the least budget plans, in bytes.
+    `smallest` is the total of the least plan, in bytes.
     """
     spare = max(0, whole.held - smallest)
     if spare and whole.total - spare <= whole.available:

@@ -58,7 +58,7 @@ class Gpu:
 
     #: Bytes that it has free before a run.
     memory: int
-    #: Rates of the machine, as `machine.gpu.rates_for` returns them.
+    #: Rates of the machine, as `memascend.hardware.gpu.rates_for` returns them.
     rates: Mapping[str, Rate]
     #: "recompute", "host" or "ssd".
     activations: str = "recompute"
@@ -104,19 +104,19 @@ def forecast(
     """Return everything that `memascend plan` shows as one dictionary, ready for JSON.
 
     `memascend.forecast.report` describes its keys. Without a `budget` the least host memory that works is planned,
-    and for "auto" that with which a run would begin on this machine now.
+    and for "auto" the budget with which a run would begin on this machine now.
     `boundaries`: packed documents are apart in attention, by a mask, where the model makes one.
-    `kept` is how many generations the store keeps beside those of the last steps, such as the best model.
-    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds what
-    other budgets would save, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
-    Over several `ranks` everything is that of the first of them, and `network` is the rate of what connects them, in
-    bytes per second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
+    `kept` is how many generations the store keeps beside the last steps', such as the best model.
+    `dtype_reason` says why the model is trained in `dtype`, where that was chosen for the user. `with_curve` adds the
+    savings of other budgets, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
+    Over several `ranks` the forecast is of the first of them, and `network` is the rate of their network, in bytes per
+    second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
     gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `base_bits`: linear
     weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`); without it layers that are
     quantised in the directory's files stay so under adapters, where they can. `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
-    are of `memascend.forecast.endurance`, what a run writes in all. `compare` "zero-infinity" adds what that would hold
-    and move.
+    are inputs of `memascend.forecast.endurance`, the writes of the whole run. `compare` "zero-infinity" adds the memory
+    and traffic of ZeRO-Infinity.
 
     Raises:
         CheckpointError: the configuration cannot be used.
@@ -129,19 +129,19 @@ def forecast(
     if positions is not None and seq_len > positions:
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
     if gpu is not None and adapters_bytes is not None:
-        raise DataError("--lora-rank is planned on the CPU alone: leave it out, or --gpu")
+        raise DataError("--lora-rank is planned only on the CPU: leave out --lora-rank or --gpu")
     if gpu is not None and gradients != "auto":
-        raise DataError(f"--gradients {gradients} is of a run on the CPU: leave it out with --gpu")
+        raise DataError(f"--gradients {gradients} works only on the CPU: leave out --gradients or --gpu")
     if experts == "pieces" and (gpu is not None or ranks > 1):
-        raise DataError("--experts pieces is planned on the CPU, in one process: leave it out, or --gpu and --ranks")
+        raise DataError("--experts pieces is planned only on the CPU, in one process: leave out --gpu and --ranks")
     if base_bits is not None and adapters_bytes is None:
-        raise DataError("--base-bits is of weights that are not trained themselves: give --lora-rank too")
+        raise DataError("--base-bits quantises weights that are not trained: give --lora-rank too")
     if base_bits is not None and dtype != COMPUTED_IN:
         raise DataError(f"--base-bits {base_bits} computes in {COMPUTED_IN}: leave out --dtype {dtype}")
     if base_bits is not None and experts == "pieces":
-        raise DataError("--base-bits cannot be had yet with --experts pieces: leave one of them out")
+        raise DataError("--base-bits does not work yet with --experts pieces: leave one of them out")
     if ranks > 1 and adapters_bytes is not None:
-        raise DataError("--lora-rank is of a run in one process: leave it out, or --ranks")
+        raise DataError("--lora-rank works only in one process: leave out --lora-rank or --ranks")
     if ranks > 1:
         _check_over_ranks(gradients, update)
     model = empty_model_of(config, _directory(path), getattr(torch, dtype))
@@ -248,7 +248,7 @@ def _check_over_ranks(gradients: str, update: str) -> None:
         (update != "forward", f"--update {update}", "forward"),
     ):
         if given:
-            raise DataError(f"{option} cannot be had yet over ranks: use {instead}")
+            raise DataError(f"{option} does not work yet over ranks: use {instead}")
 
 
 def _directory(path: Path) -> Path:
@@ -272,7 +272,7 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Workload, gpu: Gpu) -
     except BudgetError as error:
         free = math.ceil(error.smallest_bytes / (1 - MARGIN_SHARE))
         raise BudgetError(
-            f"{error}\nOf --gpu 1/16 is left to others: {format_size(free)} ({free} bytes) free would do", free
+            f"{error}\n1/16 of --gpu is left to other programs: {format_size(free)} ({free} bytes) are enough", free
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""A forecast in three lines: whether the run fits, how long a step takes here, and what the whole run takes."""
+"""A forecast in three lines: whether the run fits, how long a step takes here, and the needs of the whole run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ UNITS = (("days", 86400, 360000), ("h", 3600, 3600), ("min", 60, 60), ("s", 1, 0
 
 
 def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> list[str]:
-    """Return the lines on what `forecast` returned; `free_bytes` are those of the drives that will have the store."""
+    """Return the lines on a result of `forecast`; `free_bytes` is the free space on the store's drives."""
     lines = [_fit(prediction, free_bytes), _step(prediction), _run(prediction)]
     if (memory := prediction["host_memory"])["automatic"]:
         lines.append(
-            f"--host-memory auto begins with {format_size(memory['budget_bytes'])} here now, and follows what the "
-            "machine leaves"
+            f"--host-memory auto would begin with {format_size(memory['budget_bytes'])} on this machine now, and then "
+            "follow its free memory"
         )
     room = prediction["whole"]["available_bytes"]
     possible = [lever for lever in prediction["endurance"]["savings"] if (lever["budget_bytes"] or 0) <= room]
     if possible:
-        lines.append("largest levers, by the share of the bytes a token that they do not write:")
+        lines.append("largest levers, by the share of the bytes written per token that they save:")
         lines += [f"  {lever['saved']:.0%}  {lever['change']}" for lever in possible[:LEVERS]]
     return lines
 
@@ -51,7 +51,7 @@ def _fit(prediction: Mapping[str, Any], free_bytes: int | None) -> str:
     in_place = total - space["second_slot_bytes"] - space["kept_bytes"]
     if in_place <= free_bytes and not space["kept_bytes"]:
         return f"fits without durable steps (--durability none): {taken}"
-    return f"does not fit: {taken}. What would take less: --states 8bit, --durability none, --lora-rank 16"
+    return f"does not fit: {taken}. Options that take less: --states 8bit, --durability none, --lora-rank 16"
 
 
 def _seconds(step: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _run(prediction: Mapping[str, Any]) -> str:
     usual = (
         f"{endurance['total_bytes'] / USUAL_RATING_BYTES:.2%} of a drive rated for {format_rating(USUAL_RATING_BYTES)}"
     )
-    text += f", {usual} (--tbw TB: of yours)"
+    text += f", {usual} (--tbw TB for yours)"
     return text if data is not None or endurance["steps_given"] else f"{text}; --data PATH counts your data"
 
 

@@ -17,10 +17,10 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
   `smallest_bytes`, the least that works; `automatic`, whether the budget is the first of one that follows the machine.
 - `ssd_space`: by kind, and `total_bytes`.
 - `ssd_traffic`: of an optimizer step. `seq_len`, `batch_size`, `grad_accum`, `micro_batch_size` (null for the whole
-  batch), `tile_tokens` (null for none); `planned` with what the spare budget keeps in memory and `smallest` with the
-  least budget, each with `read` and `written` (by kind, and `total_bytes`), `read_bytes_per_parameter`,
-  `written_bytes_per_parameter`; `saved_bytes`, what the spare budget saves.
-- `network`, over ranks: what one rank sends to all others together, and receives from them, in an optimizer step.
+  batch), `tile_tokens` (null for none); `planned` with all that the spare budget keeps in memory and `smallest` with
+  the least budget, each with `read` and `written` (by kind, and `total_bytes`), `read_bytes_per_parameter`,
+  `written_bytes_per_parameter`; `saved_bytes`, the difference.
+- `network`, over ranks: the bytes that one rank sends to all others together, and receives, in an optimizer step.
   `ranks`; `weights_bytes`, of weights in each direction; `sent_bytes` and `received_bytes`, lists by rank, gradients
   included; `busiest_bytes`, the most of a rank in a direction. With several ranks, `host_memory`, `ssd_space`,
   `ssd_traffic` and `endurance` are of rank 0; the others have and move no more.

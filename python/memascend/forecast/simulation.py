@@ -31,7 +31,7 @@ from memascend.common.timeline import Timeline
 from memascend.forecast.traffic import divided
 from memascend.formats import packed_masks
 from memascend.formats.weights import empty_model_of
-from memascend.layout.tables import Blocks
+from memascend.layout.tables import RowBlocks
 from memascend.slicing.slices import Slicing
 from memascend.slicing.tiles import Tiling
 from memascend.vocabulary.gradient import TableGradient
@@ -255,7 +255,7 @@ class _Table:
     def __init__(self, weight: torch.Tensor, held: _Held) -> None:
         self.rows, self.width = self.shape = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
-        self._blocks = Blocks(self.rows, self.width, weight.itemsize)
+        self._blocks = RowBlocks(self.rows, self.width, weight.itemsize)
         self.block_rows = self._blocks.height
         self._held = held
 

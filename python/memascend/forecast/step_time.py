@@ -3,7 +3,7 @@
 How well the resources overlap is not modelled. The slowest resource gives the least time of a step, and the sum of all
 gives the time without any overlap. Only necessary work is counted, not the overhead of an implementation.
 
-Rates are measured or asked for, never assumed. The floor is what `benches` hold a run against.
+Rates are measured or asked for, never assumed. The benchmarks compare runs with this floor.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_text(prediction: Mapping[str, Any]) -> str:
-    """Write what `forecast` returned as tables."""
+    """Return a result of `forecast` as tables."""
     space = prediction["ssd_space"]
     # A state that the optimizer does not keep is not worth a row. Activations are, though there may
     # be none.
@@ -157,7 +157,7 @@ def _rating(endurance: Mapping[str, Any]) -> str:
 def _savings_table(endurance: Mapping[str, Any]) -> str:
     steps, begin = endurance["steps"], endurance["begin_bytes"]
     return _table(
-        "What would write less, each by itself; other steps, optimizers and states change results too",
+        "Options that write less, each by itself; other steps, optimizers and states change results too",
         ["option", "a step", f"{steps:,} steps' tokens", "saved"],
         [
             [
@@ -172,7 +172,7 @@ def _savings_table(endurance: Mapping[str, Any]) -> str:
 
 
 def curve_text(points: Sequence[Mapping[str, Any]]) -> str:
-    """Return what other budgets would save."""
+    """Return a table of other budgets and their savings."""
     timed = "seconds_at_least" in points[0]
     rows = [
         [
@@ -234,7 +234,7 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
 
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     if pytorch is None:
-        return "On top: PyTorch's memory is not known: the model's code cannot be run without values"
+        return "On top: PyTorch's memory, which is not known: the model's code cannot be run without values"
     projections = pytorch["projections_bytes"]
     return _table(
         "On top: PyTorch's memory (an estimate, from a run of the model's code without values)",
@@ -250,7 +250,7 @@ def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
 
 
 def zero_infinity_text(prediction: Mapping[str, Any]) -> str:
-    """Return ZeRO-Infinity's host memory beside that of the plan."""
+    """Return a table of ZeRO-Infinity's host memory beside the plan's."""
     zero, size = prediction["zero_infinity"], format_size
     planned = prediction["ssd_traffic"]["planned"]
     ours_per_parameter = planned["read_bytes_per_parameter"] + planned["written_bytes_per_parameter"]

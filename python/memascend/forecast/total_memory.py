@@ -100,9 +100,9 @@ def pytorch_memory(
 
 
 def longest_sequence(work: Workload, whole: MemoryTotal, estimate: Callable[[Workload], int | None]) -> int | None:
-    """Return about how many tokens a sequence may have for a run to fit, of one that does not as it is.
+    """Return about how many tokens a sequence may have so that a run fits which does not as it is.
 
-    PyTorch's share grows with the tokens from what `estimate` returns for half of them. None where that is not known,
+    PyTorch's share grows with the tokens from the result of `estimate` for half of them. None where that is not known,
     or where no length fits.
     """
     shorter = replace(work, seq_len=work.seq_len // 2)

@@ -1,6 +1,6 @@
 """Traffic of an optimizer step and space of the store: replayed, without a run.
 
-The order of uses is replayed through counted buffers by the rule that the streamers follow (`streaming.order`).
+The order of uses is replayed through counted buffers by the rule of the weight cache (`replay`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from memascend._memascend import PAGE_BYTES, STAGING_RESERVE, Projection
 from memascend.autograd.recompute import STASH_FROM_BYTES
 from memascend.common.tiles import tile_of
 from memascend.forecast.kinds import KINDS
+from memascend.forecast.replay import Replay
 from memascend.layout.division import divide
 from memascend.layout.shards import channels_of
 from memascend.layout.units import partition, round_up
@@ -25,16 +26,16 @@ from memascend.optim import NAMED
 from memascend.optim.apollo_moments import scratch_bytes
 from memascend.optim.apollo_ranks import Division
 from memascend.optim.rules import rule_for
-from memascend.streaming.order import DEVICE_AHEAD, PREFETCH_UNITS, UseOrder, farthest, smallest_holding
+from memascend.streaming.order import DEVICE_AHEAD, PREFETCH_UNITS
 from memascend.streaming.resident_states import kept_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+    from collections.abc import Iterable, Iterator, Sequence, Set
 
     from memascend._memascend import Rule
     from memascend.layout.units import ParameterEntry, StoreTensor, Unit
     from memascend.memory_plan.device import DevicePlan
-    from memascend.memory_plan.lines import Line, Plan
+    from memascend.memory_plan.lines import Plan
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Workload:
     tile_tokens: int | str | None = None
     #: Whether a mask keeps the documents of a packed sequence apart, if the model makes one.
     boundaries: bool = False
-    #: Generations that the store keeps beside those of the last steps, such as the best model.
+    #: Generations that the store keeps beside the last steps', such as the best model.
     kept: int = 0
     #: Over how many ranks the store is divided; each computes all of this on batches of its own.
     ranks: int = 1
@@ -522,80 +523,3 @@ def spill(
                         spilled.projections += max(0, nbytes - in_memory)
                 room += inputs.pop(number, 0)
     return spilled
-
-
-class Replay:
-    """Follows the rule of `streaming.order` with counted buffers, over a known order of uses, and reports fetches."""
-
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        lines: Sequence[Line],
-        ahead: int = PREFETCH_UNITS,
-        taken: Iterable[int] = (),
-        stale: bool = True,
-    ) -> None:
-        """Use the buffers of `lines`, except those that the units `taken` always have; fetch so many units `ahead`.
-
-        With `stale`, resident units have to be read again after a step.
-        """
-        self._buffers: Counter[int] = Counter()
-        for line in lines:
-            self._buffers[line.nbytes] += line.count
-        #: By number of a unit: the size of the buffers that serve it.
-        #: A table without a buffer is not fetched.
-        largest = max(self._buffers, default=0)
-        self._size = [smallest_holding(unit.nbytes, self._buffers) if unit.nbytes <= largest else 0 for unit in units]
-        self._buffers.subtract(self._size[number] for number in taken)
-        self._ahead = ahead
-        self._stale = stale
-        self._order: UseOrder[int] = UseOrder()
-        self._resident: set[int] = set()
-        self._in_use: int | None = None
-        #: Of the last pass: the number of a use, and the unit that was fetched for it.
-        self.fetches: list[tuple[int, int]] = []
-
-    def step(self, passes: Sequence[Sequence[int]], passing: Collection[int] = ()) -> list[list[int]]:
-        """Return the units fetched in each pass (forward and backward) of one optimizer step; `passes` are the uses.
-
-        Those whose numbers are in `passing` find a unit or read it, and need no buffer for it.
-        """
-        if self._stale:
-            self._resident.clear()
-        return [self._fetched_by(uses, passing) for uses in passes]
-
-    def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Return those units that are not in memory now."""
-        return [number for number in numbers if number not in self._resident]
-
-    def _fetched_by(self, uses: Sequence[int], passing: Collection[int]) -> list[int]:
-        self.fetches = []
-        self._order.begin_known(uses)
-        for use, number in enumerate(uses):
-            self._order.record(number)
-            if number not in self._resident:
-                self._in_use = None
-                if use in passing:
-                    self.fetches.append((use, number))
-                else:
-                    self._fetch(number, use, sooner_than=-1)
-            self._in_use = number
-            self._order.prefetch(
-                self._ahead,
-                self._resident.__contains__,
-                lambda unit, ahead: ahead in passing or self._fetch(unit, ahead, sooner_than=ahead),
-            )
-        return [number for _, number in self.fetches]
-
-    def _fetch(self, number: int, use: int, sooner_than: int) -> bool:
-        size = self._size[number]
-        rivals = [other for other in sorted(self._resident) if self._size[other] == size]
-        if len(rivals) >= self._buffers[size]:
-            idle = (other for other in rivals if other != self._in_use)
-            victim = farthest(idle, self._order.next_use, beyond=sooner_than)
-            if victim is None:
-                return False
-            self._resident.discard(victim)
-        self._resident.add(number)
-        self.fetches.append((use, number))
-        return True

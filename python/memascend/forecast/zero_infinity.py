@@ -52,8 +52,8 @@ def is_swapped(numel: int, itemsize: int) -> bool:
 def in_flight_slots(outer: Iterable[int], layers: Iterable[Sequence[int]], itemsize: int) -> int:
     """Return the slots for every parameter outside the layers and one layer, which are in flight at once.
 
-    `outer` are the element counts of the embedding, the head and their like, `layers` those of each layer. A slot holds
-    one parameter, whatever its size (`_allocate_and_return_buffers_for_swap_in` in
+    `outer` are the element counts of the embedding, the head and their like, `layers` the counts of each layer. A slot
+    holds one parameter, whatever its size (`_allocate_and_return_buffers_for_swap_in` in
     runtime/swap_tensor/partitioned_param_swapper.py). The count that MemAscend's authors assume was deduced: with it
     the slots of Llama 3.1 8B and Qwen2.5 7B, 14B and 32B are 72.7% empty on average, the waste for which their paper is
     cited.

@@ -12,7 +12,6 @@ from memascend._memascend import return_large_blocks_to_system
 from memascend.autograd.binding import materialise
 from memascend.durability.record import source_of
 from memascend.formats.heads import change_config
-from memascend.formats.quantised.beside import quantise_beside
 from memascend.formats.quantised.forms import check_form, form_of
 from memascend.formats.saving import parse_dtype
 from memascend.formats.transformers_models import (
@@ -30,6 +29,7 @@ from memascend.options import TUNING_NAMES
 from memascend.session import rank_checks
 from memascend.session.frozen_bits import check_beside, check_bits
 from memascend.session.open import open_session, opening
+from memascend.session.quantised_files import quantise_beside
 from memascend.session.rank_hooks import hooks_for
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _check_frozen(
     frozen: str | None, frozen_bits: int | str | None, durability: str, keep_store: bool | str | None
 ) -> None:
     if frozen not in (None, "store", "files"):
-        raise ValueError(f"frozen={frozen!r} is none of None, 'store' and 'files'")
+        raise ValueError(f"frozen={frozen!r} is not one of None, 'store' and 'files'")
     check_bits(frozen_bits, durability, keep_store)
     if frozen_bits is not None and frozen != "store":
         what = "keeps frozen weights as they are published" if frozen_bits == PUBLISHED else "quantises frozen weights"

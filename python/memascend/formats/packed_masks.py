@@ -22,16 +22,16 @@ _WITH_STATES = {"linear_attention", "hybrid", "hybrid_sliding"}
 
 
 @dataclass
-class Asked:
+class MaskCount:
     """The number of masks that were made from the positions of packed documents."""
 
     masks: int = 0
 
 
 @contextmanager
-def assumed(positions: torch.Tensor | None) -> Iterator[Asked]:
+def assumed(positions: torch.Tensor | None) -> Iterator[MaskCount]:
     """Take `positions` for several documents' positions, and count the masks that are made from them; None: no mask."""
-    asked = Asked()
+    asked = MaskCount()
     try:
         from transformers import masking_utils
     except ImportError:

@@ -47,7 +47,7 @@ _METADATA = {"format": "pt"}
 
 
 @dataclass(slots=True, frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its dtype, its shape and its bytes `start .. end` in the file."""
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class SafetensorsReader:
             self.close()
             raise
 
-    def _read_header(self) -> dict[str, Entry]:
+    def _read_header(self) -> dict[str, TensorEntry]:
         self._stat = os.fstat(self._fd)
         size = self._stat.st_size
         if not stat.S_ISREG(self._stat.st_mode):
@@ -110,7 +110,7 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} is damaged: {size - end} bytes follow its last tensor")
         return entries
 
-    def _entry(self, name: str, value: Any, base: int) -> Entry:
+    def _entry(self, name: str, value: Any, base: int) -> TensorEntry:
         """Check the header's description of one tensor."""
         fields: dict[str, Any] = value if isinstance(value, dict) else {}
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
@@ -118,7 +118,7 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} has a damaged header: it does not describe {name}")
         if dtype not in DTYPES:
             raise CheckpointError(f"{self.path} holds {name} in the unsupported dtype {dtype}")
-        entry = Entry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
+        entry = TensorEntry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
         if entry.end - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
             raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
         return entry

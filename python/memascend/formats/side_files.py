@@ -44,7 +44,7 @@ def add_tokenizer(source: dict[str, Any], given: Path | None, out: Path, tell: C
     """Copy the side files of an exported model; `tell` gets a line where its tokenizer cannot be found.
 
     Args:
-        source: the return value of `durable.record.source_of`, which may name the model's directory.
+        source: the return value of `memascend.durability.record.source_of`, which may name the model's directory.
         given: the directory to copy from instead.
         out: where the model is.
     """

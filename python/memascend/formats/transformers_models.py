@@ -50,7 +50,7 @@ def load_any_config(directory: Path) -> Any:
 def read_config(config_file: Path, named: Path) -> Any:
     """Return the transformers configuration in `config_file`, or in the directory `named` that holds it.
 
-    It says nothing of quantisation: `formats.quantised` reads that from the file.
+    It says nothing of quantisation: `memascend.formats.quantised` reads that from the file.
 
     Raises CheckpointError where transformers cannot use it, or only with code that lies beside it.
     """
@@ -195,7 +195,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def config_of_record(source: dict[str, Any]) -> Any:
-    """Return the configuration of a run's model; `source` is the return value of `durable.record.source_of`.
+    """Return the configuration of a run's model; `source` comes from `memascend.durability.record.source_of`.
 
     Raises CheckpointError for a model that is not one of transformers'.
     """

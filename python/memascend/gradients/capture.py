@@ -226,7 +226,7 @@ class GradientCapture:
             self._capture_from_device(self.device, place, *leaving)
 
     def _room_of(self, place: ParameterEntry) -> tuple[int, int]:
-        """Return the number of the gradient in the store that a place's is in, and where it begins there."""
+        """Return the number of the store's gradient that a parameter's is in, and where it begins there."""
         return self.allocate(place.tensor), place.start if place.tensor.packed else 0
 
     def _keep_from_host(
@@ -251,7 +251,7 @@ class GradientCapture:
         return None if optimizer is None or place.tensor.packed else optimizer.projection_of(place.parameter)
 
     def _allocate_projected(self, place: ParameterEntry, projection: Projection) -> int:
-        """Return the number of a place's projected gradient in the store, making room for it the first time.
+        """Return the number of a parameter's projected gradient in the store, making room for it the first time.
 
         It is a gradient of bfloat16, of two elements for each float32.
         """

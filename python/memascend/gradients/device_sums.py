@@ -28,12 +28,12 @@ class DeviceSums:
         self.room = room
         self.nbytes = 0
         self._sums: dict[ParameterEntry, torch.Tensor] = {}
-        #: For each place: the passes summed in its gradient, and the passes summed in the gradient before it.
+        #: For each parameter: the passes summed in its gradient, and the passes summed in the gradient before it.
         self._passes: dict[ParameterEntry, int] = {}
         self._expected: dict[ParameterEntry, int] = {}
 
     def __contains__(self, place: ParameterEntry) -> bool:
-        """Return whether the gradient of a place is here, and nowhere else."""
+        """Return whether the gradient of a parameter is here, and nowhere else."""
         return place in self._sums
 
     def add(self, place: ParameterEntry, gradient: torch.Tensor, accumulate: bool) -> tuple[torch.Tensor, bool] | None:
@@ -60,12 +60,12 @@ class DeviceSums:
         return gradient, False
 
     def take(self, place: ParameterEntry) -> torch.Tensor | None:
-        """Return the gradient of a place, if it is here, and forget it."""
+        """Return the gradient of a parameter, if it is here, and forget it."""
         gradient = self._sums.pop(place, None)
         if gradient is not None:
             self.nbytes -= gradient.nbytes
         return gradient
 
     def places(self) -> list[ParameterEntry]:
-        """Return the places whose gradients are here, in the order in which they were made."""
+        """Return the parameters whose gradients are here, in the order in which they were made."""
         return list(self._sums)

@@ -26,13 +26,13 @@ from memascend.autograd.recompute import recomputed_views
 from memascend.common.interrupts import uninterrupted
 from memascend.errors import MemascendError
 from memascend.memory_plan.host import updates_in_backward
-from memascend.streaming.updates import Update
+from memascend.streaming.updates import TensorUpdate
 
 if TYPE_CHECKING:
     from memascend._memascend import Ticket
     from memascend.common.timeline import Timeline
     from memascend.durability.commits import CommitLog
-    from memascend.durability.protocols import Optimizer
+    from memascend.durability.protocols import OptimizerProtocol
     from memascend.layout.units import ParameterEntry, StoreTensor
     from memascend.streaming.streamer import Streamer
     from memascend.streaming.updates import Segment
@@ -82,7 +82,7 @@ class UpdatesInBackward:
             self._note_taken(place, optimizer, segment)
         return True
 
-    def _optimizer_of(self, place: ParameterEntry) -> Optimizer | None:
+    def _optimizer_of(self, place: ParameterEntry) -> OptimizerProtocol | None:
         """Return the optimizer that may update a parameter now; None if the update waits for `step`."""
         tensor = place.tensor
         if (
@@ -94,12 +94,12 @@ class UpdatesInBackward:
         optimizer = None if place.binding.saved_names else place.states.owner
         return optimizer if optimizer is not None and self._commit_log.allows_in_backward(optimizer) else None
 
-    def _update(self, tensor: StoreTensor, segment: Segment) -> Update:
-        return Update(
+    def _update(self, tensor: StoreTensor, segment: Segment) -> TensorUpdate:
+        return TensorUpdate(
             tensor, [segment], captured=False, write_through=self._commit_log.writes_through(in_backward=True)
         )
 
-    def _note_taken(self, place: ParameterEntry, optimizer: Optimizer, segment: Segment) -> None:
+    def _note_taken(self, place: ParameterEntry, optimizer: OptimizerProtocol, segment: Segment) -> None:
         """Note that the update of a parameter was started."""
         optimizer.applied_in_backward(place.parameter, segment)
         place.gradient.updated_in_backward, place.gradient.filled = True, None

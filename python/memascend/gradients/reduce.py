@@ -54,7 +54,7 @@ class ReducedGradients(GradientCapture):
         #: Gradients of this backward pass that have not been sent yet: None for one that `_pack` finds elsewhere.
         self._new: dict[ParameterEntry, torch.Tensor | None] = {}
         #: Sums of squares of the blocks on this rank, and whether a value is not finite, of gradients joined in this
-        #: backward pass. The places are the same on all ranks.
+        #: backward pass. The parameters are the same on all ranks.
         self._joined: dict[ParameterEntry, tuple[list[float], bool]] = {}
         #: The unit that the backward pass uses.
         self._used: Unit | None = None
@@ -180,7 +180,7 @@ class ReducedGradients(GradientCapture):
     ) -> dict[ParameterEntry, list[torch.Tensor]]:
         """Send each rank its share of this rank's gradients, and return the received pieces, in the order of the ranks.
 
-        `owners` says of each place which ranks have a gradient. A received piece has this rank's elements of the place.
+        `owners` says of each parameter which ranks have a gradient. A received piece has this rank's elements of it.
         """
         mine = self.ranks.rank
         counts, wanted = [0] * self.ranks.size, [0] * self.ranks.size
@@ -205,7 +205,7 @@ class ReducedGradients(GradientCapture):
         return pieces
 
     def _pack(self, places: Sequence[ParameterEntry]) -> torch.Tensor:
-        """Return the bytes that each rank keeps of new gradients, which go: in the order of ranks, then of places."""
+        """Return the bytes to send: the part of new gradients that each rank keeps, by rank and then by parameter."""
         sent: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
         for rank in range(self.ranks.size):
             for place in places:
@@ -220,7 +220,7 @@ class ReducedGradients(GradientCapture):
         return packed
 
     def _join(self, place: ParameterEntry, pieces: Sequence[torch.Tensor]) -> None:
-        """Store or add to the sum of the pieces: (elements that this rank has of the place,) each."""
+        """Store or add to the sum of the pieces: (elements that this rank has of the parameter,) each."""
         accumulate = place.parameter.grad is place.gradient.marker
         gradient = self.allocate(place.tensor)
         blocks = 1 if place.tensor.packed else -(-place.tensor.numel // GRADIENT_BLOCK)
@@ -288,5 +288,5 @@ class ReducedGradients(GradientCapture):
 
 
 def trained_places(unit: Unit) -> list[ParameterEntry]:
-    """Return the places of the unit's parameters whose gradients are exchanged, in their order."""
+    """Return the unit's parameters whose gradients are exchanged, in their order."""
     return [place for tensor in unit.tensors if tensor.trained for place in tensor.places]

@@ -35,7 +35,7 @@ _WHOLE = 1 << 62
 _REMEDY = "have it trainable when the model is opened, and freeze it after that (requires_grad_(False)) until it trains"
 
 
-class Opened(Protocol):
+class PlannedSession(Protocol):
     """The session whose plan has to spare the room."""
 
     runtime: Runtime
@@ -56,14 +56,14 @@ class Opened(Protocol):
 class LaterRoom:
     """Makes room for the gradients of one session's tensors that were frozen when it was opened."""
 
-    def __init__(self, session: Opened) -> None:
+    def __init__(self, session: PlannedSession) -> None:
         """Make room in the plan of `session`."""
         self._session_reference = weakref.ref(session)
         #: Tensors that were found to fit, and have no gradient yet.
         self._checked: set[StoreTensor] = set()
 
     @property
-    def _session(self) -> Opened:
+    def _session(self) -> PlannedSession:
         session = self._session_reference()
         assert session is not None, "the session outlives its gradients"
         return session

@@ -276,7 +276,7 @@ def out_of_memory(plan: DeviceMemoryPlan) -> str:
     """Return the plan and ways to need less memory, for an error of PyTorch's allocator."""
     return (
         f"memascend's plan of the device's memory, of which {format_size(plan.budget)} may be used:\n{plan.table()}\n"
-        "What would help: a smaller batch or shorter sequences (with gradient accumulation the result is the same); "
+        "To lower it: a smaller batch or shorter sequences (with gradient accumulation the result is the same); "
         "activations='host' or 'ssd', where the inputs of layers are kept on the device; a loss that does not make all "
         "logits at once (Liger-Kernel's fused linear cross entropy); a larger device_memory"
     )

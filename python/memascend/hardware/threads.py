@@ -29,7 +29,7 @@ _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ThreadSettings:
     """The settings in `MEMASCEND_THREADS`: numbers of threads, None for automatic ones, and one of `WAITS`."""
 
     torch: int | None = None
@@ -37,7 +37,7 @@ class Settings:
     waits: str = "auto"
 
 
-def settings() -> Settings:
+def settings() -> ThreadSettings:
     """Return the settings in `MEMASCEND_THREADS`. Raises DataError, a ValueError, where that has another form."""
     chosen: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
@@ -51,7 +51,7 @@ def settings() -> Settings:
                 f"{VARIABLE} has {part!r}: give torch=N and update=N, numbers of threads, and waits= one of "
                 f"{', '.join(WAITS)}, each at most once and separated by commas"
             )
-    return Settings(**chosen)
+    return ThreadSettings(**chosen)
 
 
 def update_threads(beside_device: bool, given: int | None = None) -> int:

@@ -206,7 +206,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Go back to a state that `save_state` saved. Later steps of an offloaded model's run are given up.
+        """Go back to a state that `save_state` saved. Later steps of an offloaded model's run are discarded.
 
         Raises CheckpointError for a directory that does not fit the prepared objects, StoreError where the store has
         lost the checkpoint.
@@ -336,7 +336,7 @@ class Accelerator(accelerate.Accelerator):
         save_pretrained(whole, save_directory, max_shard_size=max_shard_size, overwrite=True)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Let go of all that was prepared. Offloaded models that are given are closed, as by `memascend.close`."""
+        """Release all that was prepared. Offloaded models that are given are closed, as by `memascend.close`."""
         sessions = [find_offload(each) for each in objects if isinstance(each, torch.nn.Module)]
         released: list[Any] = super().free_memory(*objects)
         for session in sessions:

@@ -107,7 +107,7 @@ class MemascendStrategy(_Single):
     is offloaded already. Without them it has to be.
 
     A checkpoint is a directory of kilobytes that names a checkpoint in the model's store; they are removed together.
-    `ckpt_path=` goes back to one: later steps of the run are given up. With `store`, a new process may give a module
+    `ckpt_path=` goes back to one: later steps of the run are discarded. With `store`, a new process may give a module
     with any weights, and the run goes on from its store.
 
     `memascend.close(module)` gives memory and files back after training, as usual.
@@ -290,7 +290,7 @@ class MemascendStrategy(_Single):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Go back to the checkpoint in the store, and load the module's parts in memory.
 
-        Lightning calls this before set-up: a module that is not offloaded yet takes up the run of `store`.
+        Lightning calls this before set-up: a module that is not offloaded yet resumes the run of `store`.
         """
         module, tag = self.lightning_module, checkpoint["memascend"]
         session = named.open_session(module)
@@ -335,7 +335,7 @@ class MemascendStrategy(_Single):
         shutil.rmtree(path, ignore_errors=True)
 
     def teardown(self) -> None:
-        """Let go of the accelerator. The model stays offloaded until `memascend.close`."""
+        """Release the accelerator. The model stays offloaded until `memascend.close`."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

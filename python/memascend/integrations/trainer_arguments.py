@@ -133,7 +133,7 @@ def open_model(model: Any, args: Any, opened_as: dict[str, Any]) -> tuple[nn.Mod
     if args.host_memory is None:
         raise ValueError(
             "host_memory is not given: MemascendArguments(host_memory='4GiB') is a ceiling of 4 GiB, and 'auto' "
-            "follows what the machine leaves"
+            "follows the free memory of the machine"
         )
     paths: Any = args.store or [str(Path(args.output_dir) / "store")]
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -159,8 +159,8 @@ def open_model(model: Any, args: Any, opened_as: dict[str, Any]) -> tuple[nn.Mod
     if in_memory is not None:
         if args.frozen is not None:
             raise ValueError(
-                f"frozen={args.frozen!r} is of a model that is given by name: freeze the one given "
-                "(model.requires_grad_(False)), and leave it out"
+                f"frozen={args.frozen!r} works only with a model that is given by its name: freeze this one "
+                "(model.requires_grad_(False)), and leave frozen out"
             )
         return memascend.offload(in_memory, **options, frozen_bits=args.frozen_bits), []
     directory = model if os.path.isdir(model) else download(str(model))
@@ -362,7 +362,7 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
 def _refusals_over_processes(args: Any) -> Iterator[str]:
     """Yield the arguments that several processes cannot have, each with its remedy."""
     if args.push_to_hub:
-        yield "push_to_hub cannot be had yet over several processes: save the model, and upload the directory"
+        yield "push_to_hub does not work yet over several processes: save the model, and upload the directory"
     if args.save_on_each_node:
         yield "over several processes the first one writes for all: leave save_on_each_node out"
     if args.load_best_model_at_end and args.save_only_model:

@@ -28,7 +28,7 @@ from memascend.session.api import find_offload
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.integrations.trainer_position import Position
+    from memascend.integrations.trainer_position import TrainerPosition
     from memascend.ranks.group import Ranks
     from memascend.session.session import Session
 
@@ -49,7 +49,7 @@ class CheckpointsMixin:
         processing_class: Any
         data_collator: Any
         _created_lr_scheduler: bool
-        _position: Position
+        _position: TrainerPosition
         _tr_loss: torch.Tensor
 
         def __getattr__(self, name: str) -> Any: ...
@@ -94,7 +94,7 @@ class CheckpointsMixin:
         return broadcast_from_rank0(self._ranks, "read a checkpoint", find)
 
     def _go_back(self, tag: str | None) -> None:
-        """Take up a checkpoint of the store, or its last durable step."""
+        """Restore a checkpoint of the store, or its last durable step."""
         if self.optimizer is not None and self._own_optimizer() is None:
             raise ValueError("the run in the store was trained by another optimizer than the one given")
         if self.lr_scheduler is not None and not self._created_lr_scheduler:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOG_NAME = "metrics.jsonl"
 
 
-class Position(TrainerCallback):
+class TrainerPosition(TrainerCallback):
     """The Trainer's own state, tracked by `memascend.track`.
 
     A durable step is recorded before its figures are logged, the model evaluated and a checkpoint saved. A run that is
@@ -88,7 +88,7 @@ class Position(TrainerCallback):
         }
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Take up a result of `state_dict`."""
+        """Restore a result of `state_dict`."""
         self._loaded = recorded
         self.log.count = recorded["logged"]
         self._finished_step, self._finished_epochs = recorded["finished"]

@@ -38,7 +38,7 @@ from memascend.integrations.trainer_arguments import (
 )
 from memascend.integrations.trainer_checkpoints import CheckpointsMixin
 from memascend.integrations.trainer_lines import PREFIX, figures_not_printed
-from memascend.integrations.trainer_position import LOG_NAME, Position, TrainerLog
+from memascend.integrations.trainer_position import LOG_NAME, TrainerLog, TrainerPosition
 from memascend.optim import Apollo, OffloadedOptimizer
 from memascend.optim.scaler import GradScaler
 from memascend.report.figures import figures_of_ranks
@@ -60,7 +60,7 @@ class TrainerMixin(CheckpointsMixin):
     """A class that derives from `transformers.Trainer`, for an offloaded model. Put this before that class.
 
     - The model is offloaded (`memascend.offload`, `from_pretrained`, `resume`), or `args` say where it goes
-      (`OffloadArguments`); then it may be given by its directory. A run in the store is taken up.
+      (`OffloadArguments`); then it may be given by its directory. A run in the store is resumed.
     - `args.optim` names the optimizer, see `OPTIMIZERS`; `optim_args` may have `states`, `master` and `seed`.
     - A checkpoint is a named checkpoint of the store, and a directory that names it and holds the tokenizer.
     - `train(resume_from_checkpoint=True)` goes on from the last durable step, which may be later than the last
@@ -107,7 +107,7 @@ class TrainerMixin(CheckpointsMixin):
                 model, optimizers = open_model(model, args, self._opened_as)
                 self._weights_replaced = bool(optimizers)
                 bound.arguments["model"] = model
-                # A run that was taken up stays; a store that was made for this goes.
+                # A run that was resumed stays; a store that was made for this goes.
                 on_failure.callback(offload_of(model).close, failed=bool(optimizers))
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is None and self._tells_of_memory:
@@ -121,7 +121,7 @@ class TrainerMixin(CheckpointsMixin):
             if session is not None:
                 if args is not None:
                     check(args, session, own_optimizers)
-                self._run_found = Position.NAME in session.commit_log.unclaimed_states
+                self._run_found = TrainerPosition.NAME in session.commit_log.unclaimed_states
                 optimizers = optimizers or list(session.commit_log.optimizers)
                 is_named = (own_optimizers or (None,))[0] is None and (
                     type(self).get_optimizer_cls_and_kwargs is TrainerMixin.get_optimizer_cls_and_kwargs
@@ -137,7 +137,7 @@ class TrainerMixin(CheckpointsMixin):
                     "memascend.integrations.transformers.Trainer, or start one process"
                 )
             on_failure.pop_all()
-        self._position = Position(self)
+        self._position = TrainerPosition(self)
         self.add_callback(self._position)
         if session is not None:
             # The model and the states of its optimizer stay where they are. Batches are placed as always.
@@ -206,7 +206,7 @@ class TrainerMixin(CheckpointsMixin):
 
         Args:
             resume_from_checkpoint: True goes on from the last durable step, or begins where there is none yet; the
-                directory of a checkpoint gives up all later steps. "True", "last" and "False" are taken as a script's
+                directory of a checkpoint discards all later steps. "True", "last" and "False" are taken as a script's
                 `--resume_from_checkpoint` gives them.
 
         Raises:
@@ -218,7 +218,7 @@ class TrainerMixin(CheckpointsMixin):
 
     @contextmanager
     def _resumption(self, given: Any) -> Iterator[Any]:
-        """Take up the run that `given` names, and yield the directory with the state of transformers' Trainer."""
+        """Resume the run that `given` names, and yield the directory with the state of transformers' Trainer."""
         session, ranks = self._stored, self._ranks
         checkpoint = None if given in (None, False, True) else Path(given)
         tag = None if checkpoint is None or session is None else self._named_by(checkpoint)
@@ -251,7 +251,7 @@ class TrainerMixin(CheckpointsMixin):
         self._run_found, self._weights_replaced, self._resuming = False, False, True
         try:
             with tempfile.TemporaryDirectory() as folder:
-                recorded = offload_of(self.model).commit_log.unclaimed_states[Position.NAME]
+                recorded = offload_of(self.model).commit_log.unclaimed_states[TrainerPosition.NAME]
                 # The directory may be on another machine, and each process has its own log.
                 own = ranks is not None and ranks.rank > 0
                 yield self._position.write(folder, recorded) if own or checkpoint is None else checkpoint
@@ -264,7 +264,7 @@ class TrainerMixin(CheckpointsMixin):
         if self._stored is not None:
             # By now it is known whether the store has room for durable steps.
             check(self.args, self._stored, (self._own_optimizer(), None))
-            tracked = {Position.NAME: self._position, "scheduler": self.lr_scheduler}
+            tracked = {TrainerPosition.NAME: self._position, "scheduler": self.lr_scheduler}
             if self.accelerator.scaler is not None:
                 tracked["scaler"] = self.accelerator.scaler
             memascend.track(self.model, **tracked)

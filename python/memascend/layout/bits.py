@@ -13,6 +13,8 @@ COMPUTED_IN = "bfloat16"
 #: Elements that share a scale, by bits; and scales of four bits that share a factor.
 BLOCK = {4: 64, 8: 4096}
 NESTED_BLOCK = 256
+#: Elements that are quantised or dequantised at once, whole blocks: each takes at most 20 bytes of temporary tensors.
+PIECE_ELEMENTS = 1 << 19
 _SCALE_BYTES = 4  # float32
 
 

@@ -2,7 +2,7 @@
 
 As in QLoRA they are the weights of linear layers within repeated layers, and there also experts that lie in one
 parameter. Embeddings, heads, norms, biases and routers stay as they are. A unit that has such weights lies in no store:
-its bytes are in a file beside it (`memascend.formats.quantised.beside`).
+its bytes are in a file beside it (`memascend.session.quantised_files`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def quantise_units(model: nn.Module, units: Sequence[Unit], bits: int) -> None:
-    """Mark the units, and their places, whose weights are quantised to `bits`.
+    """Mark the units, and their entries, whose weights are quantised to `bits`.
 
     Raises DataError for a model that has none.
     """

@@ -21,8 +21,8 @@ class GradientState:
     Written by the captures of `memascend.gradients` alone.
     """
 
-    #: The value of `parameter.grad` while memascend keeps the gradient: a new one for every gradient, and a stand-in
-    #: for it (`memascend.autograd.proxies`). Before the first gradient, a tensor that `parameter.grad` never is.
+    #: The value of `parameter.grad` while memascend keeps the gradient: a proxy for it, a new one for every gradient
+    #: (`memascend.autograd.proxies`). Before the first gradient, a tensor that `parameter.grad` never is.
     marker: torch.Tensor
     #: Whether the backward pass has updated the parameter, ahead of `optimizer.step()`.
     updated_in_backward: bool = False
@@ -85,7 +85,7 @@ class OptimizerState:
 
     @property
     def owner(self) -> Any:
-        """The optimizer that has the states (`memascend.durability.protocols.Optimizer`); None without one."""
+        """The optimizer that has the states (`memascend.durability.protocols.OptimizerProtocol`); None without one."""
         return None if self._owner is None else self._owner()
 
 

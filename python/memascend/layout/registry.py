@@ -1,4 +1,4 @@
-"""The registry of offloaded parameters: which session a parameter belongs to, and its place there."""
+"""The registry of offloaded parameters: the session of each, and its entry there."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _registry = WeakIdKeyDictionary()
 
 
 def register(session: object, place: ParameterEntry) -> None:
-    """Enter the place of a parameter, so that optimizers find it. References to both are weak."""
+    """Register the entry of a parameter, so that optimizers find it. References to both are weak."""
     _registry[place.parameter] = (weakref.ref(session), weakref.ref(place))
 
 
 def place_of(parameter: nn.Parameter | torch.Tensor) -> tuple[Any, ParameterEntry] | None:
-    """Return the session and the place of an offloaded parameter, or None for an ordinary one.
+    """Return the session and the entry of an offloaded parameter, or None for an ordinary one.
 
     The session is a `memascend.session.session.Session`, which imports this module.
     """

@@ -41,7 +41,7 @@ def block_rows(width: int, itemsize: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class RowBlocks:
     """The blocks of rows of a table (rows, width)."""
 
     rows: int

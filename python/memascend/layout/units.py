@@ -14,7 +14,7 @@ from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
 from memascend.layout.parameter_state import Binding, GradientState, OptimizerState
 from memascend.layout.quantised import check_not_quantised
-from memascend.layout.tables import Blocks, find_heads, find_tables, repeats
+from memascend.layout.tables import RowBlocks, find_heads, find_tables, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
@@ -85,10 +85,10 @@ class ParameterEntry:
         return (0, self.start, self.numel) if shard is None else shard.part(self.start, self.numel)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> RowBlocks:
         """The blocks of rows of a table; those of experts lie one behind the other."""
         width = self.shape[-1]
-        return Blocks(self.numel // width, width, self.dtype.itemsize)
+        return RowBlocks(self.numel // width, width, self.dtype.itemsize)
 
     @property
     def expert_nbytes(self) -> int:
@@ -245,7 +245,7 @@ class Unit:
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
-        """The places of all parameters, in the order of their bytes."""
+        """The entries of all parameters, in the order of their bytes."""
         return (place for tensor in self.tensors for place in tensor.places)
 
 
@@ -255,7 +255,7 @@ def absent_like(shape: torch.Size, dtype: torch.dtype, device: torch.device = CP
 
 
 def lay_out(unit: Unit, named: Iterable[tuple[str, nn.Parameter]], device: torch.device = CPU) -> None:
-    """Give every parameter its place in `unit`: large ones page-aligned, small ones packed behind them.
+    """Give every parameter its entry in `unit`: large ones page-aligned, small ones packed behind them.
 
     Frozen ones are packed apart, so that updates do not rewrite them. The tensors that absent parameters hold are on
     `device`.

@@ -96,7 +96,7 @@ def resident_bytes(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BudgetChange:
     """A budget to change to, in bytes, and the reason in words."""
 
     budget: int
@@ -132,7 +132,7 @@ class AutomaticBudget:
 
     def decide(
         self, plan: Plan, bounds: Sequence[Bound], *, grad: bool, leaving: int = 0, swapped: int = 0, stalled: float = 0
-    ) -> Change | None:
+    ) -> BudgetChange | None:
         """Return the change that is due before a pass with or without gradients; None to go on as it is.
 
         Args:
@@ -175,9 +175,9 @@ class AutomaticBudget:
         if self._with_room < self._patience:
             return None
         self._with_room = self._since_growth = 0
-        return Change(min(allowed, plan.most.budget), reason)
+        return BudgetChange(min(allowed, plan.most.budget), reason)
 
-    def _shrink(self, held: int, least: int, allowed: int, reason: str) -> Change | None:
+    def _shrink(self, held: int, least: int, allowed: int, reason: str) -> BudgetChange | None:
         self._with_room = 0
         if held <= least:
             return None
@@ -185,7 +185,7 @@ class AutomaticBudget:
             self._patience = min(2 * self._patience, PATIENCE_MAX)
         else:
             self._patience = PATIENCE
-        return Change(max(allowed, least), reason)
+        return BudgetChange(max(allowed, least), reason)
 
     def _step(self, grad: bool) -> int | None:
         """Return the expected need of the next pass beside the plan; None where no such pass was seen."""

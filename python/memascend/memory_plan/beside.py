@@ -1,4 +1,4 @@
-"""Memory beside the arena: bookkeeping, exchanges between ranks, and gradients of what trains later."""
+"""Memory beside the arena: bookkeeping, exchanges between ranks, and gradients of weights that train later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUM_BYTES = 4
 
 
 def add_bookkeeping(plan: Plan, units: Sequence[Unit]) -> None:
-    """Plan what Python, autograd and Rust keep for each unit and parameter, and checksums of what is read in place."""
+    """Plan the bookkeeping for each unit and parameter, and checksums of weights that are read in place."""
     parameters = sum(len(tensor.places) for unit in units for tensor in unit.tensors)
     nbytes = BOOKKEEPING_BYTES + len(units) * BOOKKEEPING_BYTES_PER_UNIT + parameters * BOOKKEEPING_BYTES_PER_PARAMETER
     tables = (unit for unit in units if unit.is_table and not unit.is_experts)

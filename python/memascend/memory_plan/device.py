@@ -2,7 +2,7 @@
 
 Memory that memascend reserves itself (buffers of weights, gradients on their way to the host) is exact. PyTorch's is
 estimated (`estimates`) if the tokens of a batch are known; if not, PyTorch gets the remainder, and in the least plan
-the need of a short batch. Both count whole segments of PyTorch's allocator (`machine.segments`), because the budget is
+the need of a short batch. Both count whole segments of PyTorch's allocator (`hardware/segments.py`): the budget is
 the limit of these. CUDA's context and the code of kernels (a few hundred MB) are outside the budget.
 
 The least plan has PyTorch's share for a short batch, because a plan that leaves PyTorch nothing runs out of memory in
@@ -46,8 +46,8 @@ MARGIN_SHARE = 1 / 16
 #: If the tokens of a batch are not known: the share of a budget that is left to activations by
 #: buffers that spare the device a wait, and by buffers that only cache weights.
 AHEAD_LEAVES, CACHE_LEAVES = 1 / 4, 1 / 2
-#: What PyTorch may take beyond its estimate, as a share of it: buffers that only cache weights leave as much. Most of
-#: it are freed segments that the allocator keeps, of other sizes than are wanted next: in five runs on an H200 it
+#: The share by which PyTorch may exceed its estimate: buffers that only cache weights leave as much. Most of it are
+#: freed segments that the allocator keeps, of other sizes than are wanted next: in five runs on an H200 it
 #: reserved up to 1/6 more than the tensors' estimate and the other lines (`benches/results/device-h200-3.json`).
 ESTIMATES_OFF = 1 / 4
 #: Without `tokens`, the least plan has room for a batch of so many, or, where nothing is known of the model's layers,
@@ -159,7 +159,7 @@ def make_device_plan(
     """
     if budget is None:
         if free is None:
-            raise ValueError("without a budget for device memory it takes `free`, the free memory of the device")
+            raise ValueError("give `free`, the free memory of the device, where there is no budget of device memory")
         budget = int(free * (1 - MARGIN_SHARE))
     tables = [unit for unit in units if unit.is_table]
     gradients = [[_gradient_bytes(place) for place in unit.places if place.parameter.requires_grad] for unit in units]
@@ -311,7 +311,7 @@ def _keep_sums(plan: DevicePlan, classes: Sequence[BufferClass], gradients: int,
 
 
 def _unknown_line(computing: Estimate) -> Line:
-    """Return the line of what PyTorch holds of a batch of unknown size, with the least that it may be."""
+    """Return the line of PyTorch's memory for a batch of unknown size, with the least that it may be."""
     least = computing.lines(LEAST_TOKENS)
     if least is None:
         note = f"allowance: {format_size(LEAST_ACTIVATIONS_BYTES)}, as batch_tokens or the layers' widths are not known"
@@ -335,7 +335,7 @@ def _segment_lines(gradients: Sequence[Sequence[int]], segments: Segments | None
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What PyTorch's share of the memory depends on, beside the tokens of a batch."""
+    """The inputs of the estimate of PyTorch's share, beside the tokens of a batch."""
 
     units: Sequence[Unit]
     config: Any
@@ -401,7 +401,7 @@ class Estimate:
         return fits
 
     def _of_layer(self, shape: Shape, tokens: int, itemsize: int) -> Tensors:
-        """Return what is there of a layer that computes `tokens` at once, on tiles of them if it does."""
+        """Return the tensors of a layer that computes `tokens` at once, on tiles of them if it does."""
         tile = tokens if self.tile_tokens is None else tile_of(self.tile_tokens, tokens)
         if tile >= tokens:
             return shape.layer_tensors(tokens, itemsize)
@@ -500,10 +500,10 @@ def _too_small(plan: DevicePlan, tokens: int | None, most: int | None, computing
         knobs.append("a loss that makes the logits in pieces (Liger-Kernel's fused linear cross entropy)")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit there whole")
+        knobs.append(f"a smaller model: its largest part ({largest}) must fit there as a whole")
     return BudgetError(
         f"a device memory budget (device_memory) of {format_size(plan.budget)} is too small: the least is "
         f"{format_size(plan.smallest_bytes)} ({plan.smallest_bytes} bytes); from {format_size(plan.overlap_bytes)} on, "
-        f"copying overlaps computing. Asked for by\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
+        f"copying overlaps computing. The least plan:\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
         plan.smallest_bytes,
     )

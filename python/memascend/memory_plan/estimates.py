@@ -62,11 +62,11 @@ class Shape:
         )
 
     def tiled_tensors(self, tokens: int, itemsize: int, tile: int) -> Tensors:
-        """The tensors of one layer in its backward pass, whose MLP and norms run on tiles of `tile` tokens.
+        """Return the tensors of one layer in its backward pass, whose MLP and norms run on tiles of `tile` tokens.
 
-        Of the whole sequence there are what attention keeps, the inputs of both norms and of the MLP, and the gradients
-        of the MLP's output and input; of a tile the MLP's tensors as in `layer_tensors`, with copies of its input's and
-        output's parts and gradients.
+        Of the whole sequence there are the tensors that attention keeps, the inputs of both norms and of the MLP, and
+        the gradients of the MLP's output and input; of a tile the MLP's tensors as in `layer_tensors`, with copies of
+        its input's and output's parts and gradients.
         """
         narrow, of_tile = tokens * itemsize, tile * itemsize
         return [

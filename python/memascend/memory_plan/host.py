@@ -4,11 +4,11 @@ The plan is all that memascend holds: the arena's classes, and bookkeeping of Py
 per parameter and unit that were fitted to `benches/plan_accuracy.py`. PyTorch's own temporaries are not in it;
 `forecast/` estimates them.
 
-First come the needs: the buffers of weights (`classes`), of what is read in parts (`in_parts`) and of bytes that move
-(`transfers`), and what is beside the arena (`beside`). The remainder goes where a spare byte saves most. Tables come
-last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget has room for
-it after everything else. What is left then keeps optimizer states: a byte of a gradient saves its write and its read,
-one of a weight two reads, one of a state a read, and a write where not every step is durable.
+First come the needs: the buffers of weights (`classes`), of units that are read in parts (`in_parts`) and of bytes that
+move (`transfers`), and memory beside the arena (`beside`). The remainder goes where a spare byte saves most. Tables
+come last: all tables share two buffers for blocks, and a table gets a buffer of its own size where the budget has room
+for it after everything else. The rest keeps optimizer states: a byte of a gradient saves its write and its read, one of
+a weight two reads, one of a state a read, and a write where not every step is durable.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_plan(
         return _plan(units, budget, update, on_device, threads, inputs)
     if most < budget:
         raise BudgetError(
-            f"host_memory_max is {format_size(most)}, less than the {format_size(budget)} of host_memory", budget
+            f"host_memory_max ({format_size(most)}) is less than host_memory ({format_size(budget)})", budget
         )
     plan = _plan(units, budget, update, on_device, threads, inputs, elastic=True)
     plan.most = _plan(units, most, update, on_device, threads, inputs, elastic=True, sizes=_sizes_of(plan))
@@ -77,8 +77,8 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
     assert plan.most is not None
     if budget > plan.most.budget:
         raise BudgetError(
-            f"{format_size(budget)} is more than the host_memory_max of {format_size(plan.most.budget)} that the model "
-            "was opened with",
+            f"{format_size(budget)} is more than the host_memory_max of {format_size(plan.most.budget)} with which the "
+            "model was opened",
             plan.smallest_bytes,
         )
     made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)

@@ -57,7 +57,7 @@ def read_bytes(place: ParameterEntry) -> int:
 
 
 def keep_experts(plan: Plan, numbers: Sequence[int], spare: int) -> int:
-    """Spend what a budget leaves on buffers in which experts stay, the same share of each size; return the rest."""
+    """Spend spare bytes on buffers in which experts stay, the same share of each size; return the rest."""
     more = [number - line.count for number, line in zip(numbers, plan.experts, strict=True)]
     needed = sum(line.nbytes * count for line, count in zip(plan.experts, more, strict=True))
     share = min(1.0, max(0, spare) / needed) if needed else 0.0

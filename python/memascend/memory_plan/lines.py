@@ -43,7 +43,7 @@ class Inputs:
 
     #: Bytes of one: of a layer, or of a slice of the batch that goes through a layer.
     nbytes: int
-    #: Those of one layer.
+    #: Inputs of one layer.
     per_layer: int = 1
 
     def chunks(self, chunk_bytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from memascend.hardware.memory_limits import memory_bounds, swapped_memory
 from memascend.hardware.memory_pressure import Growth, Stalls
-from memascend.memory_plan.auto_budget import AutomaticBudget, Change, resident_bytes
+from memascend.memory_plan.auto_budget import AutomaticBudget, BudgetChange, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ class MemoryMonitor:
         """Return whether to look before a pass that begins now, with or without gradients."""
         return time.monotonic() >= self._next or (grad and not self._grad)
 
-    def look(self, plan: Plan, grad: bool, leaving: int, alone: bool) -> Change | None:
+    def look(self, plan: Plan, grad: bool, leaving: int, alone: bool) -> BudgetChange | None:
         """Return the change that is due before a pass with or without gradients, growing only if `alone`.
 
         `leaving` are the bytes that an earlier change of `plan` is still giving back.

@@ -151,11 +151,11 @@ def _too_small(plan: Plan, tensors: Sequence[StoreTensor]) -> BudgetError:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")
     if plan.units:
         largest = max(plan.units, key=lambda line: line.nbytes).consumer.removeprefix("weights of ")
-        knobs.append(f"a smaller model: its largest piece ({largest}) has to fit in memory whole")
+        knobs.append(f"a smaller model: its largest part ({largest}) must fit in memory as a whole")
     lowered = f"\nTo lower it: {'; '.join(knobs)}" if knobs else ""
     return BudgetError(
         f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
-        f"{format_size(smallest)} ({smallest} bytes){overlap}. Asked for by\n{plan.table()}"
+        f"{format_size(smallest)} ({smallest} bytes){overlap}. The least plan:\n{plan.table()}"
         f"{lowered}",
         smallest,
     )

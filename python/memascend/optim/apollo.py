@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from memascend._memascend import Projection, Rule
-    from memascend.durability.protocols import Session
+    from memascend.durability.protocols import SessionProtocol
     from memascend.optim.state_allocation import StateAllocation
     from memascend.optim.state_backend import StateBackend
-    from memascend.streaming.updates import Measured, Segment
+    from memascend.streaming.updates import MeasuredGradient, Segment
 
 
 #: Options on which the factors of channels depend, beside the options of the step's constants.
@@ -172,7 +172,9 @@ class Apollo(OffloadedOptimizer):
             return None
         return apollo_moments.projection_of(group, self._backends.of(parameter))
 
-    def measured_in_backward(self, parameter: nn.Parameter, projection: Projection, address: int) -> Measured | None:
+    def measured_in_backward(
+        self, parameter: nn.Parameter, projection: Projection, address: int
+    ) -> MeasuredGradient | None:
         """Return the source of the factors of an update of `backward_segment`; see `OffloadedOptimizer`."""
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         return apollo_moments.measured(group, self._backends.of(parameter), projection, address)
@@ -209,7 +211,7 @@ class Apollo(OffloadedOptimizer):
         if group["rank"] is not None:
             apollo_moments.load(backend, int(group["rank"]), saved)
 
-    def describe(self, session: Session) -> dict[str, Any]:
+    def describe(self, session: SessionProtocol) -> dict[str, Any]:
         """Return the optimizer's record for a store; see `OffloadedOptimizer.describe`."""
         self._check_failed()
         norms = {

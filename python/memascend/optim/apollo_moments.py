@@ -1,14 +1,14 @@
 """Moments of projected gradients, and the factors that APOLLO finds with them.
 
-Moments are a tensor of the store (`ParameterEntry.moments`) and no planes, because they have another number of elements
+Moments are a tensor of the store (`OptimizerState.moments`) and no planes, because they have another number of elements
 than the weights, and no piece of an update needs them. They are written to the slots of the next generation, so a step
-that is given up leaves the moments of the step before. A step reads the moments of two matrices at a time, so that one
+that is abandoned leaves the moments of the step before. A step reads the moments of two matrices at a time, so that one
 moves while another is computed. A step that fails halfway cannot be tried again, and says so.
 
 A gradient is projected when it is captured, as accumulated gradients are summed: the values that are stored are
 projected. The result belongs to a projection (rank, seed, redraw), which the step compares with its own. Where they
 differ, in the first step, for a pack, or for a sum of several passes on a device, the step reads the gradient again and
-comes to the same bits. So capturing is never wrong, only early.
+comes to the same bits. So a captured projection that the step cannot use costs time, not correctness.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memascend.layout.units import DTYPE_NAMES
 from memascend.optim import apollo_ranks
 from memascend.optim.offloaded_state import OffloadedState
 from memascend.optim.step import FACTORS_AT_ONCE
-from memascend.streaming.updates import Measured
+from memascend.streaming.updates import MeasuredGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -138,14 +138,16 @@ def find_factors(group: dict[str, Any], backend: StateBackend, segment: Segment,
     backend.backends.optimizer.state[parameter]["norm"] = norm
 
 
-def measured(group: dict[str, Any], backend: StateBackend, projection: Projection, address: int) -> Measured | None:
+def measured(
+    group: dict[str, Any], backend: StateBackend, projection: Projection, address: int
+) -> MeasuredGradient | None:
     """Return the source of the factors of a parameter's next step; None where `request` has not made its moments."""
-    assert isinstance(backend, OffloadedState), "other parameters are not updated early"
+    assert isinstance(backend, OffloadedState), "other parameters are not updated in the backward pass"
     moments = backend.place.states.moments
     if moments is None or moments.numel != torch.Size(moments_shape(backend, projection.rank)).numel():
         return None
     options = FactorOptions(**_factor_options(group, backend, 1.0))
-    return Measured(projection, address, moments.id, moments.written, torch.get_num_threads(), options)
+    return MeasuredGradient(projection, address, moments.id, moments.written, torch.get_num_threads(), options)
 
 
 def find_joined_factors(work: Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]) -> None:

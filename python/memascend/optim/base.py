@@ -23,7 +23,7 @@ from memascend.optim.state_allocation import StateAllocation
 from memascend.optim.state_backends import StateBackends
 from memascend.optim.state_store import OptimizerStateStores
 from memascend.optim.states import check_saved, saved_steps
-from memascend.optim.step import NONFINITE, Step
+from memascend.optim.step import NONFINITE, OptimizerStep
 from memascend.options import tuning_of
 from memascend.session.rank_checks import compare_states
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from memascend._memascend import Projection, Rule, Runtime, StepScalars
-    from memascend.durability.protocols import Session
+    from memascend.durability.protocols import SessionProtocol
     from memascend.layout.units import ParameterEntry
     from memascend.optim.state_backend import StateBackend
     from memascend.options import StorePaths
-    from memascend.streaming.updates import Measured, Segment
+    from memascend.streaming.updates import MeasuredGradient, Segment
 
 #: Seeds of stochastic rounding are below this: they are the upper half of a 64-bit seed.
 _SEEDS = 1 << 32
@@ -271,7 +271,7 @@ class OffloadedOptimizer(Optimizer):
     def _step(self) -> None:
         if self._closed:
             raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
-        step = Step(
+        step = OptimizerStep(
             self._backends, self._factors, self._algorithms, self._with_gradient(), self._backward_steps, self.nonfinite
         )
         if step.left_out():
@@ -314,7 +314,7 @@ class OffloadedOptimizer(Optimizer):
 
     def measured_in_backward(
         self, parameter: torch.nn.Parameter, projection: Projection, address: int
-    ) -> Measured | None:
+    ) -> MeasuredGradient | None:
         """Return the source of the factors of an update of `backward_segment`; it replaces `prepare_in_backward`.
 
         A device measures the gradient as `projection_of` says; the numbers are at `address` there.
@@ -345,7 +345,7 @@ class OffloadedOptimizer(Optimizer):
     # ---- saved states ----------------------------------------------------------------------------
 
     def location(self, parameter: torch.nn.Parameter) -> tuple[Runtime, ParameterEntry] | None:
-        """Return the store that keeps a parameter's states and its place there; None for states in memory."""
+        """Return the store that keeps a parameter's states and its entry there; None for states in memory."""
         return self._backends.of(parameter).location
 
     def state_dict(self) -> dict[str, Any]:
@@ -443,11 +443,11 @@ class OffloadedOptimizer(Optimizer):
 
     # ---- durable steps ---------------------------------------------------------------------------
 
-    def trains_only(self, session: Session) -> bool:
+    def trains_only(self, session: SessionProtocol) -> bool:
         """Return whether every parameter is of the model that `session` offloads."""
         return record.trains_only(self, session)
 
-    def describe(self, session: Session) -> dict[str, Any]:
+    def describe(self, session: SessionProtocol) -> dict[str, Any]:
         """Return the optimizer's record for a store: names of parameters instead of parameters, and no tensors.
 
         Raises MemascendError where parameters are not all of the model that `session` offloads.

@@ -96,7 +96,7 @@ class BackwardSteps:
         taken = self._scalars.get(backend.parameter)
         if taken is None:
             return None
-        assert isinstance(backend, OffloadedState), "only parameters of offloaded models are updated early"
+        assert isinstance(backend, OffloadedState), "only offloaded parameters are updated in the backward pass"
         if backend.parameter.grad is not backend.place.gradient.marker:
             raise MemascendError(applied_gradient(backend.name))
         rule = algorithm.rule(group, backend.parameter)
@@ -109,7 +109,7 @@ class BackwardSteps:
                 "update='forward'. memascend.resume goes on from the last durable step"
             )
         in_backward = backend.session.gradients.in_backward
-        assert in_backward is not None, "the session has updated the parameter early"
+        assert in_backward is not None, "the session has updated the parameter in the backward pass"
         norm = in_backward.finish(backend.place)
         if norm is not None:
             self._backends.optimizer.state[backend.parameter]["norm"] = norm
@@ -120,7 +120,7 @@ class BackwardSteps:
         self._scalars.clear()
         sessions = list(dict.fromkeys(backend.session for backend in backends))
         for session in sessions:
-            assert session.gradients.in_backward is not None, "the session has updated parameters early"
+            assert session.gradients.in_backward is not None, "the session has updated parameters in the backward pass"
             session.gradients.in_backward.confirm([backend.place for backend in backends if backend.session is session])
         return sessions
 

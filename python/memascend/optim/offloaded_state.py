@@ -31,7 +31,7 @@ class OffloadedState(StateBackend):
     def __init__(
         self, backends: BackendContext, parameter: nn.Parameter, session: Session, place: ParameterEntry
     ) -> None:
-        """Stand for the state of the parameter at `place` of the model that `session` offloads."""
+        """Stand for the state of the parameter of `place`, in the model that `session` offloads."""
         super().__init__(backends, parameter)
         self.session = session
         self.place = place
@@ -44,7 +44,7 @@ class OffloadedState(StateBackend):
 
     @property
     def location(self) -> tuple[Runtime, ParameterEntry]:
-        """The model's store, and the parameter's place there."""
+        """The model's store, and the parameter's entry there."""
         return self.session.runtime, self.place
 
     @property
@@ -108,7 +108,7 @@ class OffloadedState(StateBackend):
             self.restart(rule)
 
     def prepare_step(self, rule: Rule, room: StateAllocation) -> None:
-        """Become the optimizer that has the states, and ask for the room of those that are missing."""
+        """Become the owner of the states, and request the room of those that are missing."""
         place = self.place
         if not self.is_owner:
             if place.states.claimed and self.has_stepped:
@@ -142,7 +142,7 @@ class OffloadedState(StateBackend):
         self.backends.optimizer.state[self.parameter] = rest
 
     def restart(self, rule: Rule) -> None:
-        """Become the optimizer that has the states, and give up another optimizer's."""
+        """Become the owner of the states, and discard those of another optimizer."""
         session, place = self.session, self.place
         session.commit_log.wait_committed()  # the generation being committed still has them
         place.states.claim(self.backends.optimizer, rule)

@@ -109,7 +109,7 @@ class StoreState(_Ordinary):
 
     @property
     def location(self) -> tuple[Runtime, ParameterEntry] | None:
-        """The store that has the states and their place there, or None before room is made."""
+        """The store that has the states and their entry there, or None before room is made."""
         store_and_place = self.state_stores.location(self.parameter)
         if store_and_place is None:
             return None

@@ -192,7 +192,7 @@ class _InMemory:
 
 
 def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, ParameterEntry]:
-    """Return, by index, the places of gradients that an offloaded model keeps.
+    """Return, by index, the entries of gradients that an offloaded model keeps.
 
     Raises ValueError for a tensor that stands for weights that are not in memory.
     """

@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from memascend.durability.protocols import Session
+    from memascend.durability.protocols import SessionProtocol
     from memascend.optim.state_backend import StateBackend
     from memascend.optim.state_backends import StateBackends
 
 
-def empty_parameters(session: Session) -> dict[str, nn.Parameter]:
-    """Return the parameters without elements of the model that `session` offloads, by name: they have no place."""
+def empty_parameters(session: SessionProtocol) -> dict[str, nn.Parameter]:
+    """Return the parameters without elements of the model that `session` offloads, by name: they have no entry."""
     model = session.model()
     named = () if model is None else model.named_parameters()
     with raw_tensor_access():
         return {name: parameter for name, parameter in named if parameter.numel() == 0}
 
 
-def trains_only(optimizer: Optimizer, session: Session) -> bool:
+def trains_only(optimizer: Optimizer, session: SessionProtocol) -> bool:
     """Return whether every parameter of an optimizer is of the model that `session` offloads."""
     offloaded = {id(place.parameter) for place in session.places}
     offloaded |= {id(parameter) for parameter in empty_parameters(session).values()}
     return all(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"])
 
 
-def describe(optimizer: Optimizer, backends: StateBackends, session: Session) -> dict[str, Any]:
+def describe(optimizer: Optimizer, backends: StateBackends, session: SessionProtocol) -> dict[str, Any]:
     """Return the options, step counts and rules of an optimizer, by the names of parameters."""
     places = {id(place.parameter): place for place in session.places}
     empty_names = {id(parameter): name for name, parameter in empty_parameters(session).items()}
@@ -101,7 +101,7 @@ def _restore_empty(optimizer: Optimizer, backend: StateBackend, step: int, argum
     backend.prepare_step(rule, StateAllocation())
 
 
-def find_states(session: Session, record: dict[str, Any]) -> None:
+def find_states(session: SessionProtocol, record: dict[str, Any]) -> None:
     """Give every tensor the planes of its optimizer's states, and remove states that were never written."""
     names = {
         (tensor["name"], plane, dtype): name
@@ -136,7 +136,7 @@ def find_states(session: Session, record: dict[str, Any]) -> None:
             runtime.store.remove_tensor(tensor_id)
 
 
-def _find_moments(session: Session, record: dict[str, Any]) -> None:
+def _find_moments(session: SessionProtocol, record: dict[str, Any]) -> None:
     """Give every parameter the moments of its projected gradients."""
     places = {place.name: place for place in session.places}
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):

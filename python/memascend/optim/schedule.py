@@ -9,7 +9,7 @@ import torch
 
 from memascend._memascend import step_host
 from memascend.optim.host_copies import HostCopies, Operands, write_back
-from memascend.streaming.updates import Update
+from memascend.streaming.updates import TensorUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,8 @@ class Schedule:
         #: Functions that run before any update: each gives one update its factors, from the whole gradient.
         self.first: list[Callable[[], None]] = []
         #: Also for units without a share in a rank's store: the rank takes the step as the others do.
-        self._deferred: defaultdict[Session, dict[Unit, dict[StoreTensor, Update]]] = defaultdict(dict)
-        self._on_stores: defaultdict[OptimizerStateStore, dict[StoreTensor, Update]] = defaultdict(dict)
+        self._deferred: defaultdict[Session, dict[Unit, dict[StoreTensor, TensorUpdate]]] = defaultdict(dict)
+        self._on_stores: defaultdict[OptimizerStateStore, dict[StoreTensor, TensorUpdate]] = defaultdict(dict)
         self._store_operands: list[Operands] = []
         self._in_memory: list[tuple[Segment, list[torch.Tensor], Operands]] = []
 
@@ -102,9 +102,11 @@ def _update(segment: Segment, states: list[torch.Tensor], operands: Operands) ->
     )
 
 
-def _add_segment(updates: dict[StoreTensor, Update], place: ParameterEntry, segment: Segment, captured: bool) -> None:
+def _add_segment(
+    updates: dict[StoreTensor, TensorUpdate], place: ParameterEntry, segment: Segment, captured: bool
+) -> None:
     """Add one parameter's part to the update of its tensor."""
     update = updates.get(place.tensor)
     if update is None:
-        update = updates[place.tensor] = Update(place.tensor, captured=captured)
+        update = updates[place.tensor] = TensorUpdate(place.tensor, captured=captured)
     update.segments.append(segment)

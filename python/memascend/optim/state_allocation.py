@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import Plane, Rule, Runtime
-    from memascend.durability.protocols import Optimizer
+    from memascend.durability.protocols import OptimizerProtocol
     from memascend.layout.units import ParameterEntry, StoreTensor
     from memascend.session.session import Session
 
@@ -70,7 +70,10 @@ def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
 
 
 def allocate(
-    session: Session, tensors: dict[StoreTensor, list[Rule]], moments: dict[ParameterEntry, int], optimizer: Optimizer
+    session: Session,
+    tensors: dict[StoreTensor, list[Rule]],
+    moments: dict[ParameterEntry, int],
+    optimizer: OptimizerProtocol,
 ) -> None:
     """Make room for the states and gradients of tensors of an offloaded model, and for `moments` of parameters.
 

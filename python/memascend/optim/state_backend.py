@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memascend.autograd.proxies import copy_of, is_proxy
-from memascend.durability.protocols import Optimizer
+from memascend.durability.protocols import OptimizerProtocol
 from memascend.errors import MemascendError
 from memascend.optim.host_copies import HostCopies
 from memascend.optim.states import load_states, read_states
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memascend.streaming.updates import Segment
 
 
-class StateOwner(Optimizer, Protocol):
+class StateOwner(OptimizerProtocol, Protocol):
     """The optimizer whose parameters have backends; see `memascend.optim.base.OffloadedOptimizer`."""
 
     #: As in `torch.optim.Optimizer`: the steps of each parameter, and its states in memory.
@@ -109,7 +109,7 @@ class StateBackend(ABC):
         return self.backends.rules.get(self.parameter)
 
     def was_reset(self, rule: Rule) -> bool:
-        """Return whether the program has given up states on a store: it removed, replaced or cleared their entry.
+        """Return whether the program has discarded states on a store: it removed, replaced or cleared their entry.
 
         Raises MemascendError for an entry that was assigned with states of `rule`, which the store's would not be.
         """
@@ -223,7 +223,7 @@ class StateBackend(ABC):
     @property
     @abstractmethod
     def location(self) -> tuple[Runtime, ParameterEntry] | None:
-        """The store that has the states, and their place there; None for states in memory."""
+        """The store that has the states, and their entry there; None for states in memory."""
 
     @property
     @abstractmethod
@@ -265,7 +265,7 @@ class StateBackend(ABC):
 
     @abstractmethod
     def restart(self, rule: Rule) -> None:
-        """Give up all states: the parameter begins anew, by `rule`, with its next gradient."""
+        """Discard all states: the parameter begins anew, by `rule`, with its next gradient."""
 
     @abstractmethod
     def fresh_planes(self, rule: Rule) -> list[bool]:

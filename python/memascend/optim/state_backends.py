@@ -2,7 +2,7 @@
 
 A step asks the backend to prepare, to work and to load, and does not look which one it is.
 
-A place knows which of its states were made, and by which optimizer. A segment says for each plane whether it is new: a
+An entry knows which of its states were made, and by which optimizer. A segment says for each plane whether it is new: a
 new plane counts as zeros, whatever lies on the SSD. So parameters of a pack may begin in different steps, and begin
 anew when a loaded dictionary has no states for them. A second optimizer begins anew with its first step, the planes
 that only the first one kept are freed, and the first is told if it steps again. An fp16 weight that is not its master

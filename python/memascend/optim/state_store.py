@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Rule
     from memascend.layout.units import ParameterEntry
     from memascend.options import StorePaths, Tuning
-    from memascend.streaming.updates import Update
+    from memascend.streaming.updates import TensorUpdate
 
 
 class OptimizerStateStore:
@@ -54,7 +54,7 @@ class OptimizerStateStore:
             raise
         close_at_exit(self)
 
-    def run(self, updates: list[Update]) -> None:
+    def run(self, updates: list[TensorUpdate]) -> None:
         """Carry out `updates` and wait until the new states are on the drives, or in memory to stay there."""
         for update in updates:
             update.write_through = False  # nothing goes on from such a store
@@ -97,7 +97,7 @@ class OptimizerStateStores:
         self._locations |= {place.parameter: (store, place) for place in store.unit.places}
 
     def location(self, parameter: nn.Parameter) -> tuple[OptimizerStateStore, ParameterEntry] | None:
-        """Return the store that holds a parameter's states and their place there, or None before `reserve`."""
+        """Return the store that holds a parameter's states and their entry there, or None before `reserve`."""
         return self._locations.get(parameter)
 
     def flush(self) -> None:

@@ -23,7 +23,7 @@ def read_states(
 ) -> dict[str, Any]:
     """Return the entry of one parameter in `state_dict`: `step`, and a tensor for each of its states.
 
-    `state` is the parameter's entry in `Optimizer.state`; `location` is its store and place, or None for memory.
+    `state` is the parameter's entry in `Optimizer.state`; `location` is its store and entry, or None for memory.
     """
     values: dict[str, Any] = {"step": torch.tensor(float(state["step"]))}
     for plane in rule.planes:

@@ -39,7 +39,7 @@ NONFINITE = ("propagate", "skip", "raise")
 
 
 @dataclass(slots=True)
-class Part:
+class SteppedParameter:
     """One parameter in a step."""
 
     group: dict[str, Any]
@@ -47,7 +47,7 @@ class Part:
     rule: Rule
 
 
-class Step:
+class OptimizerStep:
     """One step of an optimizer on every parameter with a gradient.
 
     The phases run in order: `left_out`, `plan`, `carry_out`. Only the last one changes weights and states, and nothing
@@ -69,10 +69,10 @@ class Step:
         self._algorithm = algorithm
         self._in_backward = in_backward
         self._nonfinite = nonfinite
-        self._parts: list[Part] = []
+        self._parts: list[SteppedParameter] = []
         #: The arguments of `Algorithm.find_joined_factors`.
         self._joined: list[tuple[dict[str, Any], StateBackend, Segment, float]] = []
-        #: Parameters whose states the program has given up since their last step, and the rules that they begin with.
+        #: Parameters whose states the program has discarded since their last step, and the rules that they begin with.
         self._reset: list[tuple[StateBackend, Rule]] = []
         #: Parameters that the backward pass has updated.
         self._ahead: list[OffloadedState] = []
@@ -86,7 +86,7 @@ class Step:
             if backend.was_reset(rule):
                 self._reset.append((backend, rule))
             backend.check_rule(rule)
-            self._parts.append(Part(group, backend, rule))
+            self._parts.append(SteppedParameter(group, backend, rule))
         in_backward.check_complete(self._ahead)
 
     @property
@@ -133,7 +133,7 @@ class Step:
         schedule.release()
         return schedule
 
-    def _add_work(self, part: Part, schedule: Schedule) -> None:
+    def _add_work(self, part: SteppedParameter, schedule: Schedule) -> None:
         group, backend = part.group, part.backend
         seed = self._backends.seed(group, backend.parameter)
         factor = self._factors.of(backend)

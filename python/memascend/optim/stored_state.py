@@ -22,11 +22,11 @@ class StoredState(dict[str, Any]):
         """Be the entry of the parameter `name`."""
         super().__init__(numbers)
         self.name = name
-        #: Whether the program has given up all states, and not just the number of steps.
+        #: Whether the program has discarded all states, and not just the number of steps.
         self.cleared = False
 
     def clear(self) -> None:
-        """Give up all states."""
+        """Discard all states."""
         self.cleared = True
         super().clear()
 

@@ -1,1 +1,1 @@
-"""Runs in their stores: resumed, inspected, verified, exported."""
+"""Runs in their stores: resumed, inspected, verified, exported, divided anew."""

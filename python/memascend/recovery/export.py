@@ -85,7 +85,7 @@ def _check_directory(paths: Sequence[Path], how: Export) -> None:
     if len(paths) > 1:
         raise CheckpointError(f"{first} is no store: one such directory is exported at a time")
     if how.layout in ("torch", "distributed"):
-        raise CheckpointError(f"{first} is no store: --format {how.layout} is of a store with its optimizer")
+        raise CheckpointError(f"{first} is not a store: --format {how.layout} needs a store with its optimizer")
     if how.layout == "huggingface" and not is_adapter(first):
         raise CheckpointError(f"{first} is a model directory of Hugging Face already: give --format gguf, or copy it")
 

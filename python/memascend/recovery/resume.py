@@ -108,7 +108,7 @@ def resume(
         host_memory_max: as in `memascend.offload`.
         model: for a run begun with `memascend.offload`, the same module again, with any weights. Models of
             transformers need not be given.
-        tag: a checkpoint to go on from, instead of the last durable step. All later steps are given up.
+        tag: a checkpoint to go on from, instead of the last durable step. All later steps are discarded.
         device, device_memory, activations, batch_tokens, update, experts, durability, keep_store, options: as
             in `memascend.offload`; may differ from before.
         recompute, micro_batch_size, tile_tokens: as in `memascend.offload`. None is as before. Other micro-batches or
@@ -168,7 +168,7 @@ def resume(
             with understanding(paths):
                 restore_random_states(record["random"])
             if tag is not None:
-                # Nothing can be refused any more: now the steps after the snapshot are given up.
+                # Nothing can be refused any more: now the steps after the snapshot are discarded.
                 session.checkpoints.confirm(tag)
                 if ranks is not None:  # Until all have that generation, any of them may have to go back.
                     ranks.barrier(f"have gone back to checkpoint {tag}")
@@ -240,7 +240,7 @@ def delete_checkpoint(model: nn.Module, tag: str) -> None:
 def restore_checkpoint(
     model: nn.Module, tag: str | None, *, optimizer_classes: Mapping[str, type] | None = None
 ) -> Resumed:
-    """Go back to a checkpoint in the store of `model`, or to its last durable step (None). Later steps are given up.
+    """Go back to a checkpoint in the store of `model`, or to its last durable step (None). Later steps are discarded.
 
     The model is the same object, and is offloaded as before. Its optimizers are made anew, and the former ones can no
     longer step. Call `memascend.track` again before training goes on.
@@ -367,7 +367,7 @@ def _refuse_pieces(model: nn.Module, computing: ComputeOptions) -> None:
 
 
 def _first_difference(units: list[Unit], record: dict[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first parameter whose place differs, and how the store and the model describe it; None if none."""
+    """Return the first parameter whose entry differs, and how the store and the model describe it; None if none."""
 
     def shown(location: tuple[Any, ...] | None) -> str:
         if location is None:

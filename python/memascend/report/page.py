@@ -22,13 +22,13 @@ from memascend.errors import OutputError
 from memascend.report import sections
 from memascend.report.html import escape
 from memascend.report.plots import Plot, figure
-from memascend.report.run import Run, Values, number, section
+from memascend.report.run import RunRecords, Values, number, section
 
 #: How every report begins, by which one is known that may be written over.
 HEAD = '<!doctype html>\n<html lang="en"><!-- a report of memascend -->\n'
 
 
-def plots(run: Run) -> Iterator[Plot]:
+def plots(run: RunRecords) -> Iterator[Plot]:
     """Yield every plot, those without values too."""
     steps, column = run.steps, run.column
     evaluated = [run.evaluations.get(step) for step in steps]
@@ -61,7 +61,7 @@ def plots(run: Run) -> Iterator[Plot]:
     yield Plot("process", "Memory of the process", "resident, with PyTorch and libraries", "bytes", steps, resident)
 
 
-def _moved(run: Run) -> dict[str, Values]:
+def _moved(run: RunRecords) -> dict[str, Values]:
     """Return the bytes read and written by volume; of older files, of all volumes together."""
     read, written = run.moved("bytes_read"), run.moved("bytes_written")
     series = {
@@ -73,7 +73,7 @@ def _moved(run: Run) -> dict[str, Values]:
     return together if any(value for values in together.values() for value in values) else {}
 
 
-def _rates(run: Run) -> Plot:
+def _rates(run: RunRecords) -> Plot:
     """Return the bytes per second of each busy volume; of older files, of all volumes over the whole step."""
     counters = [run.moved(name) for name in ("bytes_read", "bytes_written", "busy_seconds")]
     series = {path: _over(*(counter[path] for counter in counters)) for path in run.volumes}
@@ -103,7 +103,7 @@ MISSING = {
 }
 
 
-def page_of(run: Run, tbw: float | None = None, refresh: int | None = None) -> str:
+def page_of(run: RunRecords, tbw: float | None = None, refresh: int | None = None) -> str:
     """Return the page of a run.
 
     `tbw` is the rated endurance of each drive in terabytes written; without it, that which the run was given. A browser
@@ -134,7 +134,7 @@ def page_of(run: Run, tbw: float | None = None, refresh: int | None = None) -> s
     return _document(sections.title(run), "\n".join(parts), run, refresh)
 
 
-def _document(title: str, body: str, run: Run, refresh: int | None) -> str:
+def _document(title: str, body: str, run: RunRecords, refresh: int | None) -> str:
     style, script = (files("memascend.report").joinpath(f"report.{kind}").read_text() for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Nothing is fetched, and no other script runs, whatever the file of the metrics holds.

@@ -26,7 +26,7 @@ Values = list[float | None]
 
 
 @dataclass
-class Run:
+class RunRecords:
     """The records of one run."""
 
     path: Path
@@ -139,12 +139,12 @@ def _paths(opening: dict[str, Any]) -> list[str]:
     return [path if isinstance(path, str) else f"volume {index}" for index, path in enumerate(named)]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecords:
     """Read a metrics file.
 
     Raises DataError where it cannot be read, or holds no step.
     """
-    run = Run(path)
+    run = RunRecords(path)
     try:
         for line in _lines(path):
             record = _parsed(line)

@@ -11,7 +11,7 @@ from typing import Any
 from memascend.common.sizes import format_decimal, format_size
 from memascend.forecast.kinds import KINDS
 from memascend.report.html import Markup, escape, table
-from memascend.report.run import Run, Values, number, section
+from memascend.report.run import RunRecords, Values, number, section
 from memascend.report.scales import shown
 
 DAY_SECONDS = 86_400
@@ -58,13 +58,13 @@ def _scrolled(made: Markup) -> Markup:
 # ---- the beginning of the page ----------------------------------------------------------------------------------
 
 
-def title(run: Run) -> str:
+def title(run: RunRecords) -> str:
     """Name the run by the model that it trains."""
     model = section(run.opening, "settings").get("model_dir")
     return f"Fine-tuning of {PurePath(model).name}" if isinstance(model, str) else "A run of memascend"
 
 
-def course(run: Run) -> str:
+def course(run: RunRecords) -> str:
     """Say in a line when the run began and how far it came."""
     last, planned = max(run.records), number(run.opening.get("steps"))
     told = [f"step {last:,}" if planned is None else f"step {last:,} of {planned:,.0f}"]
@@ -79,7 +79,7 @@ def course(run: Run) -> str:
     return "; ".join(told)
 
 
-def notes(run: Run, missing: list[str]) -> Iterator[str]:
+def notes(run: RunRecords, missing: list[str]) -> Iterator[str]:
     """Return notices about the figures for the reader."""
     if missing:
         yield f"Not recorded in this file, and left out: {', '.join(missing)}."
@@ -95,7 +95,7 @@ def notes(run: Run, missing: list[str]) -> Iterator[str]:
     yield from list(dict.fromkeys(notices))[:20]
 
 
-def tiles(run: Run) -> Markup:
+def tiles(run: RunRecords) -> Markup:
     """Return the figures that come first."""
     losses = [loss for loss in run.column("loss") if loss is not None]
     evaluations = list(run.evaluations.values())
@@ -131,7 +131,7 @@ def tiles(run: Run) -> Markup:
 # ---- the plan beside the measurements ---------------------------------------------------------------------------
 
 
-def plan_tables(run: Run) -> Iterator[Markup]:
+def plan_tables(run: RunRecords) -> Iterator[Markup]:
     """Return tables of planned or expected values beside measured ones."""
     rows = list(_expected(run))
     if rows:
@@ -144,7 +144,7 @@ def plan_tables(run: Run) -> Iterator[Markup]:
             yield _scrolled(table(heading, header, _consumers(lines, measured)))
 
 
-def _expected(run: Run) -> Iterator[tuple[str, ...]]:
+def _expected(run: RunRecords) -> Iterator[tuple[str, ...]]:
     forecast, plan = section(run.opening, "forecast"), section(run.opening, "plan", "host")
     planned = plan.get("total_bytes", section(run.opening, "store").get("host_bytes_planned"))
     pairs = {
@@ -167,7 +167,7 @@ def _most(values: Values) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _measured_by_size(run: Run) -> dict[float, float]:
+def _measured_by_size(run: RunRecords) -> dict[float, float]:
     """Return the bytes in use at the peak, by the size of a buffer."""
     classes = section(run.end, "store").get("host_classes_at_peak")
     found: dict[float, float] = {}
@@ -202,7 +202,7 @@ def _consumers(lines: list[Any], measured: Mapping[float, float]) -> Iterator[tu
 # ---- drives -----------------------------------------------------------------------------------------------------
 
 
-def ranks_table(run: Run) -> Markup | None:
+def ranks_table(run: RunRecords) -> Markup | None:
     """Return the figures of each rank in the recorded steps, or None for a run of one process."""
     rows = []
     for rank, of in enumerate(run.of_ranks()):
@@ -222,7 +222,7 @@ def ranks_table(run: Run) -> Markup | None:
     return _scrolled(table("Each rank", (*header, "process, peak"), rows)) if rows else None
 
 
-def wear_table(run: Run, tbw: float | None) -> Markup | None:
+def wear_table(run: RunRecords, tbw: float | None) -> Markup | None:
     """Return the bytes written to each drive, and their share of its rated endurance, or None.
 
     `tbw` is the terabytes that each drive is rated to be written in its life.
@@ -248,7 +248,7 @@ def wear_table(run: Run, tbw: float | None) -> Markup | None:
     return _scrolled(table("Written by this run", header, rows))
 
 
-def kinds_table(run: Run) -> Markup | None:
+def kinds_table(run: RunRecords) -> Markup | None:
     """Return the writes of the recorded steps by kind, as forecast, beside their measured sum, or None.
 
     Drives count bytes, not kinds: only the sum is measured.
@@ -269,7 +269,7 @@ def kinds_table(run: Run) -> Markup | None:
     return _scrolled(table("Written by kind", header, rows))
 
 
-def savings_table(run: Run) -> Markup | None:
+def savings_table(run: RunRecords) -> Markup | None:
     """Return the options that would write less, as forecast when the run began, or None."""
     savings = section(run.opening, "forecast", "endurance").get("savings")
     rows = []
@@ -284,7 +284,7 @@ def savings_table(run: Run) -> Markup | None:
 # ---- the machine ------------------------------------------------------------------------------------------------
 
 
-def machine_tables(run: Run) -> Iterator[Markup]:
+def machine_tables(run: RunRecords) -> Iterator[Markup]:
     """Return tables of the machine, the store and the settings."""
     machine, store = section(run.opening, "machine"), section(run.opening, "store")
     rows = [(name, _size(value) if name == "memory_bytes" else str(value)) for name, value in machine.items()]

@@ -1,4 +1,4 @@
-"""Offloading a model: its session, its hooks and the gradients and activations that they put aside.
+"""One offloaded model: how its session is opened, its hooks, its budgets and checkpoints, and how it is closed.
 
 A store stays when its program fails. `close` means that the run is done, so its files go; an uncaught exception, a
 signal, or the end of the program without `close` means that it is not. Snapshots go only with `keep_store=False`. A

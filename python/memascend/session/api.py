@@ -18,8 +18,9 @@ from memascend.layout.registry import place_of
 from memascend.layout.ties import check_shared_memory
 from memascend.layout.units import CPU, partition
 from memascend.session import rank_checks
-from memascend.session.frozen_bits import Quantising, check_all_frozen, check_beside, check_bits, read_part
+from memascend.session.frozen_bits import check_all_frozen, check_beside, check_bits, read_part
 from memascend.session.open import open_session, opening
+from memascend.session.quantised_files import quantise_beside
 from memascend.session.rank_hooks import hooks_for
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def offload(
         session = open_session(model, chosen, ranks, units_of, partial(source_of, model))
         try:
             if frozen_bits is not None:
-                Quantising.beside(session, read_part, lambda done, total: None)
+                quantise_beside(session, read_part, lambda done, total: None)
             if ranks is None:
                 session.fill(_read_parameter, None)
             else:

@@ -82,5 +82,5 @@ class Checkpoints:
             self._runtime.store.delete_snapshot(tag)  # Raises, naming the tag.
 
     def confirm(self, tag: str) -> None:
-        """Give up the steps after the checkpoint that the run has gone back to."""
+        """Discard the steps after the checkpoint that the run has gone back to."""
         self._runtime.store.confirm_snapshot(tag)

@@ -1,4 +1,4 @@
-"""Where and how an offloaded model computes: its device, that device's memory, and the place of activations."""
+"""Where and how an offloaded model computes: its device, that device's memory, and where activations are kept."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class ComputeOptions:
         device = open_device(options.device)
         if device is not None and options.gradients != "auto":
             raise ValueError(
-                f"gradients={options.gradients!r} is of a model that computes on the CPU: a device's gradients are put "
-                "aside as they are made; leave it out, or train in bfloat16 there"
+                f"gradients={options.gradients!r} works only where the model computes on the CPU: a device's gradients "
+                "are put aside as they are made; leave it out, or train in bfloat16 there"
             )
         if device is None and options.device_memory is not None:
-            raise ValueError("device_memory is of a CUDA device: give device='cuda' too")
+            raise ValueError("device_memory needs a CUDA device: give device='cuda' too")
         budget = None if options.device_memory is None else parse_size(options.device_memory)
         return ComputeOptions(replace(options, device=cast("Any", device), device_memory=budget), device)
 
@@ -86,7 +86,7 @@ class ComputeOptions:
         ):
             if refused and experts == "pieces":
                 raise ValueError(
-                    f"experts='pieces' cannot be had yet {where}: {instead}, or leave it out, with which the experts "
+                    f"experts='pieces' does not work yet {where}: {instead}, or leave it out, with which the experts "
                     "are read with their layer"
                 )
         return experts

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 from memascend.errors import DataError
+from memascend.hardware.drives import is_device
 from memascend.layout.bits import BITS, PUBLISHED
 from memascend.session.runtime import store_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import nn
 
     from memascend.layout.units import ParameterEntry
     from memascend.options import OffloadOptions, StorePaths
     from memascend.ranks.group import Ranks
-    from memascend.session.session import Session
-
-
-class Quantising:
-    """How the weights of a session are quantised: a matter of `memascend.formats`, which sets it."""
-
-    #: Called with the session, a function that fills a tensor of one dimension with the elements of a weight from a
-    #: number on, and one that is told the bytes done and the bytes in all.
-    beside: ClassVar[
-        Callable[[Session, Callable[[ParameterEntry, torch.Tensor, int], None], Callable[[int, int], None]], None]
-    ]
 
 
 def check_bits(frozen_bits: int | str | None, durability: str, keep_store: bool | str | None) -> None:
     """Raise ValueError for bits that there are none of, or for a store that would keep such weights."""
     if frozen_bits not in (None, *BITS, PUBLISHED):
-        raise ValueError(f"frozen_bits={frozen_bits!r} is none of None, {', '.join(map(repr, (*BITS, PUBLISHED)))}")
+        raise ValueError(f"frozen_bits={frozen_bits!r} is not one of None, {', '.join(map(repr, (*BITS, PUBLISHED)))}")
     if frozen_bits is not None and (keep_store is True or durability not in ("auto", "none")):
         raise ValueError(
             "with frozen_bits the layers do not lie in the store, which has nothing that could be kept: leave out "
@@ -45,11 +32,11 @@ def check_bits(frozen_bits: int | str | None, durability: str, keep_store: bool 
 def check_beside(options: OffloadOptions, ranks: Ranks | None, frozen_bits: int | str) -> None:
     """Raise DataError, a ValueError, where quantised weights cannot lie beside the store."""
     if ranks is not None:
-        raise DataError("frozen_bits cannot be had yet where a store is divided over ranks: leave it out")
+        raise DataError("frozen_bits does not work yet where a store is divided over ranks: leave it out")
     if options.experts == "pieces":
-        raise DataError("frozen_bits cannot be had yet with experts='pieces': leave one of them out")
+        raise DataError("frozen_bits does not work yet with experts='pieces': leave one of them out")
     for path in store_paths(cast("StorePaths", options.store)) if frozen_bits != PUBLISHED else ():
-        if str(path).startswith("UUID=") or Path(path).is_block_device():
+        if is_device(path):
             raise DataError(
                 f"frozen_bits puts the weights in files, and {path} is a raw block device: give a directory as store"
             )

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from memascend._memascend import Runtime
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
-    from memascend.memory_plan.auto_budget import Change
+    from memascend.memory_plan.auto_budget import BudgetChange
     from memascend.ranks.membership import Membership
 
 _log = logging.getLogger("memascend")
 
 
-class Copies(Protocol):
+class CopiesToHost(Protocol):
     """Copies from a device into staging chunks of host memory."""
 
     def wait_copied(self) -> None:
@@ -48,7 +48,7 @@ class HostBudget:
         units: Sequence[Unit],
         runtime: Runtime,
         streamer: Streamer,
-        copies: Sequence[Copies],
+        copies: Sequence[CopiesToHost],
         timeline: Timeline,
         membership: Membership | None,
     ) -> None:
@@ -114,7 +114,7 @@ class HostBudget:
             )
         watch.begin(grad)
 
-    def _follow(self, watch: MemoryMonitor, change: Change) -> None:
+    def _follow(self, watch: MemoryMonitor, change: BudgetChange) -> None:
         before, plan = self.plan, replan(self.plan, self._units, change.budget)
         if change.budget >= before.total and resident_bytes(plan) <= resident_bytes(before):
             return  # No whole buffer more.

@@ -4,10 +4,10 @@ It wraps forwards, so that units are fetched before use; watches `_parameters`, 
 module is fetched too (`watched_parameters`); and has autograd save names of weights instead of views of them
 (`saved_weights`).
 
-A module that writes to its own weights (`Embedding(max_norm=...)`) is noticed by the version counters when its unit is
-let go. The write belongs to the next step. From then on each pass waits before that unit until the step before is
-durable; the generation in which the first such write came by surprise is left out. A recomputed layer that does so is
-refused, since its first values are gone.
+A module that writes to its own weights (`Embedding(max_norm=...)`) is noticed by the version counters when the use of
+its unit ends. The write belongs to the next step. From then on each pass waits before that unit until the step before
+is durable; the generation in which the first such write came by surprise is left out. A recomputed layer that does so
+is refused, since its first values are gone.
 
 Everything that may use a session refers to its `Hooks`: the model, each module whose forward was replaced, and the
 graphs of passes. The session refers to them weakly and is itself held in a set until it is closed, so a model that
@@ -77,7 +77,7 @@ class Hooks:
         # Of the tables, experts that are read one by one.
         self._experts = {place.parameter for unit in session.units if unit.is_experts for place in unit.places}
         self._replaced = Replacements(session, self._experts)
-        #: Places by the address of the tensor that an absent parameter holds.
+        #: Entries of parameters by the address of the tensor that an absent parameter holds.
         self._absent: dict[int, ParameterEntry] = {}
         self._casts = CastWeights(session.torch_device.type)
         #: Hooks of modules.

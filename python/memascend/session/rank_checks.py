@@ -1,4 +1,4 @@
-"""Offloading over ranks: the options and weights that ranks check, compare and refuse."""
+"""The checks of a session over ranks: the options and weights that ranks compare, and those that they refuse."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from memascend.common.notices import warn_of
 from memascend.common.sizes import AUTO
 from memascend.errors import CheckpointError, MemascendError, first_line
+from memascend.hardware.drives import is_device
 from memascend.layout.registry import place_of
 from memascend.ranks.membership import Membership
 from memascend.session.watched_parameters import wrapped_by
@@ -44,7 +45,7 @@ def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions
     """
     durability = "step" if options.durability == "auto" else options.durability
     paths = cast("Sequence[str | os.PathLike[str]]", options.store)
-    on_device = any(str(path).startswith("UUID=") or Path(path).is_block_device() for path in paths)
+    on_device = any(map(is_device, paths))
     for refused, option, instead in (
         (options.host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
         (options.host_memory_max is not None, "host_memory_max", "host_memory alone"),
@@ -59,7 +60,7 @@ def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions
         ),
     ):
         if refused:
-            raise MemascendError(f"{option} cannot be had yet where a store is divided over ranks: use {instead}")
+            raise MemascendError(f"{option} does not work yet where a store is divided over ranks: use {instead}")
     return replace(options, durability=durability, fused_loss=False)
 
 

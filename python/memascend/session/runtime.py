@@ -124,8 +124,8 @@ def configure_malloc(plan: Plan) -> None:
 def when_free(open_store: Callable[[], _Opened]) -> _Opened:
     """Return the result of `open_store`. Unreferenced models of this process are closed before.
 
-    Raises StoreError, saying how to let go, where a model or an optimizer of this process, or another process of the
-    same launch, still has the store.
+    Raises StoreError, with the way to release it, where a model or an optimizer of this process, or another process of
+    the same launch, still has the store.
     """
     collected = False
     while True:

@@ -65,7 +65,7 @@ class _Saved:
 def saving_names(holder: Holder, absent: Mapping[int, ParameterEntry]) -> AbstractContextManager[Any]:
     """Have autograd save names of weights instead of views of them, and other tensors unchanged.
 
-    `absent` has the places of parameters by the address of the tensor that each holds while it is absent.
+    `absent` has the entries of parameters by the address of the tensor that each holds while it is absent.
     """
     streamer, device = holder.session.streamer, holder.session.torch_device
 

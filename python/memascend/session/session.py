@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import Runtime
-    from memascend.durability.protocols import Optimizer
+    from memascend.durability.protocols import OptimizerProtocol
     from memascend.layout.units import ParameterEntry, Unit
     from memascend.memory_plan.device import DevicePlan
     from memascend.memory_plan.lines import Plan
@@ -231,7 +231,7 @@ class Session:
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
-        """The places of all parameters, in the order of their bytes."""
+        """The entries of all parameters, in the order of their bytes."""
         return (place for unit in self.units for place in unit.places)
 
     # ---- filling the store ------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Session:
         self.refuse_ranks("another budget of device memory", "give device_memory when it is offloaded or resumed")
         self.site.change(budget, self.streamer, self.gradients, self.inputs)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: OptimizerProtocol) -> None:
         """Note that an optimizer has taken a step, and begin to fetch for the next pass."""
         self.commit_log.stepped(optimizer)
         self.streamer.start_next_pass()

@@ -1,18 +1,17 @@
-"""Which units are in memory, which are on their way, and which give up their buffer.
+"""Which units are in memory, which are on their way, and which are evicted.
 
 `streamer.Streamer` begins and ends the uses of units. Its parts, in the order of a unit's way: `order` predicts the
-uses,
-`prefetch` fetches ahead, `demand` says which buffer is needed last, `cache` has the buffers of host memory and fetches
-into them, `device_cache` copies units to a device, and `shares` completes them over ranks. `deferred` and `in_backward`
-hand updates to units, `writes` takes writes of the program, and `table_reads`, `table_copies` and `blocks` read tables
-piece by piece.
+uses, `prefetch` fetches ahead, `demand` says which buffer is needed last, `cache` has the buffers of host memory and
+fetches into them, `device_cache` copies units to a device, and `gather` completes them over ranks. `deferred_updates`
+and `in_backward` hand updates to units, `program_writes` takes writes of the program, and `table_reads`, `table_copies`
+and `blocks` read tables by blocks of rows.
 
 A use of a unit, in host memory or on a device, ends with the last storage over its buffer. The block of a table is the
 exception: its tensor is emptied when the next block is asked for, or the reader fails, so that the traceback of an
 error holds no buffer.
 
 A unit with a buffer of its own keeps it across steps (`Plan.resident_units`): it is updated in place, and the store
-reads it from there. A unit that gives its buffer up tells the store.
+reads it from there. The store is told when such a unit is evicted.
 
 On a device, the events that the next upload waits for are recorded when the last tensor over a buffer dies, right after
 the layer's kernels were launched. Recorded when the buffer is needed again, they would put the upload behind the

@@ -34,7 +34,7 @@ class BlockReader:
     """One read of a table, block by block. An update of the table that is under way is followed block by block."""
 
     def __init__(self, reads: TableReads, place: ParameterEntry) -> None:
-        """Begin to read the table at `place` with the first `take`."""
+        """Begin to read the table of `place` with the first `take`."""
         self._reads, self._place = reads, place
         self._height = place.blocks.height
         self.row_bytes = place.blocks.width * place.dtype.itemsize
@@ -129,7 +129,7 @@ class BlockSource(Protocol):
         """
 
     def close(self) -> None:
-        """Give up the reads under way."""
+        """Cancel the reads under way."""
 
 
 class HostedBlocks:
@@ -138,7 +138,7 @@ class HostedBlocks:
     def __init__(
         self, place: ParameterEntry, upload: Callable[[Unit, int, int, int, Sequence[CudaEvent]], CudaEvent]
     ) -> None:
-        """Take the blocks of the table at `place`. `upload` has so many bytes of the unit, from a first on, copied."""
+        """Take the blocks of the table of `place`. `upload` has so many bytes of the unit, from a first on, copied."""
         self._place, self._upload = place, upload
         self._uncopied = deque(place.blocks)
 

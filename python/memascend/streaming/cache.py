@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.memory_plan.lines import Plan
     from memascend.streaming.demand import Demand
-    from memascend.streaming.updates import Update
+    from memascend.streaming.updates import TensorUpdate
 
 
 class NoBufferError(MemascendError):
@@ -51,7 +51,7 @@ class CachedUnit:
     #: Modules that are using the unit now.
     users: int = 0
     #: Updates that the next fetch applies.
-    updates: Sequence[Update] = ()
+    updates: Sequence[TensorUpdate] = ()
     #: Whether the program has written to `storage` since it was read or written back.
     dirty: bool = False
     #: Whether a module that uses the unit writes to its weights, as `Embedding(max_norm=...)` does.
@@ -324,7 +324,7 @@ class WeightCache:
         return farthest(idle, lambda cached: self._demand.next_fetch(cached.unit), beyond=sooner_than)
 
     def drop(self, cached: CachedUnit) -> None:
-        """Give up a unit's buffer, once its fetch and its updates have ended and it was written back."""
+        """Evict a unit, once its fetch and its updates have ended and it was written back."""
         self._demand.note_dropped(cached.unit)
         self.write_back(cached)
         try:
@@ -344,7 +344,7 @@ class WeightCache:
         self.uploads.note_dropped(cached.unit, self._buffer_size.get(cached.unit))
 
     def discard(self, unit: Unit) -> None:
-        """Give up a unit's bytes and its buffer; the next use fetches them."""
+        """Evict a unit without writing it back; the next use fetches it."""
         self.drop(self.cached_units[unit])
         self.wait_written(unit)
 

@@ -142,6 +142,6 @@ class InHostMemory:
 
 
 def discard(memory: ComputeMemory, unit: Unit) -> None:
-    """Give up a unit's bytes and its buffers; the next use fetches them."""
+    """Evict a unit without writing it back; the next use fetches it."""
     memory.forget(unit)
     memory.cache.discard(unit)

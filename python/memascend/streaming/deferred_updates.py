@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memascend.layout.units import Unit
     from memascend.streaming.cache import WeightCache
     from memascend.streaming.order import UseOrder
-    from memascend.streaming.updates import Update
+    from memascend.streaming.updates import TensorUpdate
 
 
 class DeferredUpdates:
@@ -31,7 +31,7 @@ class DeferredUpdates:
         if cached.users:
             raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
         if not cached.is_resident:
-            # A copy under way from a buffer that is given up holds the buffer.
+            # A copy under way out of the unit's buffer holds the buffer.
             cache.drop(cached)
             return
         # No copy may read a buffer that is about to change.
@@ -41,7 +41,7 @@ class DeferredUpdates:
             cache.settle(cached)
         cached.storage = None
 
-    def defer(self, unit: Unit, updates: Sequence[Update]) -> None:
+    def defer(self, unit: Unit, updates: Sequence[TensorUpdate]) -> None:
         """Have the next fetch of `unit`, which `let_go` dropped, apply `updates`."""
         cached = self._cache.cached_units[unit]
         by_tensor = {update.tensor: update for update in cached.updates}

@@ -38,7 +38,7 @@ class DeviceTable(OffloadedTable):
     rows_from_host = True
 
     def __init__(self, streamer: Streamer, memory: DeviceCache, place: ParameterEntry) -> None:
-        """Copy from the table at `place` through `streamer` to the device of `memory`."""
+        """Copy from the table of `place` through `streamer` to the device of `memory`."""
         super().__init__(streamer, place)
         self.device = place.binding.absent.device
         self._there = memory

@@ -1,8 +1,8 @@
 """Experts on the store, read one by one into the buffers that the plan has for them.
 
 An expert stays in its buffer until another needs it, or an update of its parameter is due. A pass that comes back in
-the opposite order (a backward pass) gives up the one that was used the longest time ago; a pass that goes on to its end
-and begins anew gives up the latest, so that a part of all experts stays from one pass to the next.
+the opposite order (a backward pass) evicts the expert that was used the longest time ago; a pass that goes on to its
+end and begins anew evicts the latest, so that a part of all experts stays from one pass to the next.
 
 A deferred update runs over all experts of a parameter, as over a table. Each is read as soon as its part is written.
 """
@@ -160,7 +160,7 @@ class ExpertPieces:
     def _victim(
         self, nbytes: int, sooner: Container[tuple[ParameterEntry, int]] | None
     ) -> tuple[ParameterEntry, int] | None:
-        """Return the expert that gives up its buffer. One that was read ahead does so for one that is needed now."""
+        """Return the expert to evict. One that was read ahead may be evicted for one that is needed now."""
         idle = [key for key, piece in self._pieces.items() if piece.nbytes == nbytes and not piece.is_used]
         settled = [key for key in idle if not self._pieces[key].is_ahead and key not in (sooner or ())]
         if settled:
@@ -179,7 +179,7 @@ class ExpertPieces:
             self._drop(key)
 
     def clear(self) -> None:
-        """Give up every buffer."""
+        """Evict every expert."""
         for key in list(self._pieces):
             self._drop(key)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Applying, CudaEvent, Ticket
     from memascend.layout.units import StoreTensor, Unit
     from memascend.streaming.cache import WeightCache
-    from memascend.streaming.updates import Measured, Update
+    from memascend.streaming.updates import MeasuredGradient, TensorUpdate
 
 
 class BackwardUpdates:
@@ -35,7 +35,7 @@ class BackwardUpdates:
         assert lease is not None, "the unit is in a buffer"
         return lease.address + tensor.offset
 
-    def update(self, update: Update) -> Ticket:
+    def update(self, update: TensorUpdate) -> Ticket:
         """Start an update, whose gradient the segments name, of weights that the backward pass has done with.
 
         They change where they are. `confirm` has to follow before the unit is used again.
@@ -58,7 +58,7 @@ class BackwardUpdates:
         return ticket
 
     def update_from_device(
-        self, update: Update, gradient: int, ready: CudaEvent, measured: Measured | None
+        self, update: TensorUpdate, gradient: int, ready: CudaEvent, measured: MeasuredGradient | None
     ) -> Applying:
         """Start an update with a gradient that is at an address of the device from `ready` on.
 
@@ -87,7 +87,7 @@ class BackwardUpdates:
         self._note_started(update, ticket)
         return applying
 
-    def _note_started(self, update: Update, ticket: Ticket) -> None:
+    def _note_started(self, update: TensorUpdate, ticket: Ticket) -> None:
         update.started()
         unit = update.tensor.unit
         self._cache.cached_units[unit].backward_tickets.append(ticket)

@@ -1,4 +1,4 @@
-"""The rule of the weight cache: which unit comes next, and which one gives up its buffer for another.
+"""The rule of the weight cache: which unit comes next, and which one is evicted for it.
 
 The order in which one pass used its units predicts the next pass of the same kind. The prediction says which unit
 to fetch ahead, and which one to evict: the one whose next use is farthest away (Belady 1966).

@@ -1,8 +1,8 @@
 """The streamer of a model: brings units to where it computes before they are used, and ends their uses.
 
 Its parts have one job each: the cache of host memory (`cache`), the memory in which the model computes (`compute`,
-`device_cache`), values over ranks (`shares`), deferred updates (`deferred`), updates of the backward pass
-(`in_backward`), the reads of tables (`table_reads`) and writes of the program (`writes`).
+`device_cache`), values over ranks (`gather`), deferred updates (`deferred_updates`), updates of the backward pass
+(`in_backward`), the reads of tables (`table_reads`) and writes of the program (`program_writes`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Pieces(Protocol):
         """Drop the pieces of a unit, which have changed."""
 
     def clear(self) -> None:
-        """Give up every buffer."""
+        """Evict every piece."""
 
 
 class Commits(Protocol):
-    """The commits of the store's generations; see `memascend.durability.commits.CommitLog`."""
+    """The commits of the store; see `memascend.durability.commits.CommitLog`."""
 
     def before_write(self) -> None:
         """Prepare for the program's writes, which become part of the store's next generation."""
@@ -69,7 +69,7 @@ class PassError(MemascendError):
 
 
 class Streamer:
-    """Brings units into memory before they are used, and gives up their buffers for others afterwards."""
+    """Brings units into memory before they are used, and evicts them for others afterwards."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Streamer:
             raise PassError(f"the {memory} memory can change between passes only, but {used or 'the model'} is in use")
 
     def change_plan(self, plan: Plan) -> None:
-        """Give up every buffer, to go on with the buffers of another plan.
+        """Evict every unit, to go on with the buffers of another plan.
 
         Raises PassError in a pass, and while a unit is in use.
         """
@@ -310,7 +310,7 @@ class Streamer:
         self._forget_pieces(unit)
 
     def discard(self, unit: Unit) -> None:
-        """Give up a unit's bytes and its buffers; the next use fetches them."""
+        """Evict a unit without writing it back; the next use fetches it."""
         discard(self.memory, unit)
         self._forget_pieces(unit)
 

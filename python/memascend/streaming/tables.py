@@ -24,7 +24,7 @@ class OffloadedTable:
     rows_from_host = False
 
     def __init__(self, streamer: Streamer, place: ParameterEntry) -> None:
-        """Read the table at `place` through `streamer`."""
+        """Read the table of `place` through `streamer`."""
         blocks = place.blocks
         self.rows, self.width = blocks.rows, blocks.width
         self.dtype = place.dtype

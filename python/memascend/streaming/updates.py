@@ -32,7 +32,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredGradient:
     """The source of the factors of a matrix's channels, once a device has measured its gradient."""
 
     projection: Projection
@@ -46,7 +46,7 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Update:
+class TensorUpdate:
     """The update of one store tensor in one step."""
 
     tensor: StoreTensor

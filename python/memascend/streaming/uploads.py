@@ -1,8 +1,8 @@
 """Copies to a device out of buffers in host memory: the latest of each unit, and those whose end frees a buffer.
 
-A buffer of host memory that is given up during a copy out of it returns when the copy ends. So a unit that finds no
-free buffer waits for the oldest copy, and a unit that is fetched ahead leaves the others where they are. A model that
-computes in host memory starts no copy, and everything here is empty.
+A buffer of host memory whose unit is evicted during a copy out of it is free when the copy ends. So a unit that finds
+no free buffer waits for the oldest copy, and a unit that is fetched ahead leaves the others where they are. A model
+that computes in host memory starts no copy, and everything here is empty.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-class Source(Protocol):
+class GradientSource(Protocol):
     """The result of the backward pass for one use of a table."""
 
     #: Whether `block` needs the table's values.
@@ -124,7 +124,7 @@ class ConstantSource:
 class _SumSource:
     """A sum that is one term of another: it is rounded by itself."""
 
-    def __init__(self, sources: tuple[Source, ...]) -> None:
+    def __init__(self, sources: tuple[GradientSource, ...]) -> None:
         self._sources = sources
         self.needs_weights = any(source.needs_weights for source in sources)
 
@@ -132,7 +132,9 @@ class _SumSource:
         return _add_up(self._sources, first, count, weights)
 
 
-def _add_up(sources: tuple[Source, ...], first: int, count: int, weights: torch.Tensor | None) -> torch.Tensor | None:
+def _add_up(
+    sources: tuple[GradientSource, ...], first: int, count: int, weights: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return the sum of the sources' blocks, in their order; None for a sum of zeros."""
     total, terms = None, 0
     for source in sources:
@@ -144,12 +146,12 @@ def _add_up(sources: tuple[Source, ...], first: int, count: int, weights: torch.
     return total
 
 
-class _Contents:
+class _GradientContents:
     """State shared by a gradient and its aliases: sources, or values once they were asked for."""
 
     __slots__ = ("sources", "table", "values", "version")
 
-    def __init__(self, table: Rows, sources: tuple[Source, ...]) -> None:
+    def __init__(self, table: Rows, sources: tuple[GradientSource, ...]) -> None:
         self.table, self.sources = table, sources
         self.values: torch.Tensor | None = None
         self.version = table.version
@@ -158,13 +160,15 @@ class _Contents:
 class TableGradient(torch.Tensor):
     """The gradient of a table, without memory for it; see the module."""
 
-    _contents: _Contents
+    _contents: _GradientContents
 
     @staticmethod
-    def __new__(cls, table: Rows, sources: Sequence[Source] = (), contents: _Contents | None = None) -> TableGradient:
+    def __new__(
+        cls, table: Rows, sources: Sequence[GradientSource] = (), contents: _GradientContents | None = None
+    ) -> TableGradient:
         """Make the gradient that is the sum of `sources`, none for zero. `contents` makes an alias instead."""
         gradient = torch.Tensor._make_wrapper_subclass(cls, table.shape, dtype=table.dtype, device=table.device)
-        gradient._contents = contents or _Contents(table, tuple(sources))
+        gradient._contents = contents or _GradientContents(table, tuple(sources))
         return gradient
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -176,7 +180,7 @@ class TableGradient(torch.Tensor):
         return self._contents.table
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[GradientSource, ...]:
         """Sources of its blocks. Empty for zero, and once it was made dense."""
         return self._contents.sources
 
@@ -210,7 +214,7 @@ class TableGradient(torch.Tensor):
         block = _add_up(self._terms(), first, count, weights)
         return ConstantSource(self.table, 0.0).block(first, count) if block is None else block
 
-    def _terms(self) -> tuple[Source, ...]:
+    def _terms(self) -> tuple[GradientSource, ...]:
         # A gradient without sources is zero, and adding to zero is no copy: 0 + -0 is 0.
         return self.sources or (ConstantSource(self.table, 0.0),)
 
@@ -281,7 +285,7 @@ class TableGradient(torch.Tensor):
         return self.dense().__reduce_ex__(protocol)
 
 
-def gradient_of(table: Table, source: Source) -> torch.Tensor:
+def gradient_of(table: Table, source: GradientSource) -> torch.Tensor:
     """Return the gradient of a table from its one use: an ordinary tensor where the weight is in memory."""
     gradient = TableGradient(table, (source,))
     return gradient.dense() if isinstance(table, MemoryTable) else gradient
@@ -304,7 +308,7 @@ def _convert(gradient: TableGradient, *, dtype: Any = None, device: Any = None, 
     return _copy(gradient) if same_dtype and same_device else None
 
 
-def _joined(left: Any, right: Any, alpha: float) -> tuple[Source, ...] | None:
+def _joined(left: Any, right: Any, alpha: float) -> tuple[GradientSource, ...] | None:
     """Return the sources of a sum of two gradients, or None if it is not one of gradients of the same table."""
     both = isinstance(left, TableGradient) and isinstance(right, TableGradient) and left.table == right.table
     if not both or alpha != 1 or left.is_dense or right.is_dense:

@@ -54,7 +54,7 @@ class _Head:
     version: int
     hidden_version: int
     #: All logits that were derived, so that they can be computed before one is written to.
-    derived: weakref.WeakSet[_Contents] = field(default_factory=weakref.WeakSet)
+    derived: weakref.WeakSet[_LogitContents] = field(default_factory=weakref.WeakSet)
 
     def check(self) -> None:
         """Raise MemascendError if hidden states or weights have changed."""
@@ -83,12 +83,12 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Contents:
+class _LogitContents:
     """The values of logits, computed or not. It refers to no tensor with a node of autograd that may save them."""
 
     head: _Head
     dtype: torch.dtype
-    parent: _Contents | None = None
+    parent: _LogitContents | None = None
     #: The operation that gives them from the parent's, with its other arguments.
     operation: tuple[Callable, tuple, dict[str, Any]] | None = None
     #: The values once they were computed.
@@ -159,10 +159,10 @@ class _Whole(torch.autograd.Function):
 class DeferredLogits(torch.Tensor):
     """Logits that are computed when they are read; see the module."""
 
-    _contents: _Contents
+    _contents: _LogitContents
 
     @staticmethod
-    def _make(contents: _Contents, like: torch.Tensor) -> DeferredLogits:
+    def _make(contents: _LogitContents, like: torch.Tensor) -> DeferredLogits:
         """Make logits with the shape and strides of `like`, a tensor without memory."""
         logits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, like.shape, strides=like.stride(), dtype=contents.dtype, device=contents.head.hidden.device
@@ -177,14 +177,14 @@ class DeferredLogits(torch.Tensor):
         shape = (*head.hidden.shape[:-1], head.table.rows)
         with _disable_current_modes():  # that count operations, or their memory: this is neither
             like = torch.empty(shape, device="meta")
-        return DeferredLogits._make(_Contents(head, head.dtype), like)
+        return DeferredLogits._make(_LogitContents(head, head.dtype), like)
 
     def _derive(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> DeferredLogits:
         """Return the deferred result of an operation."""
         shape = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         meta = {name: value for name, value in kwargs.items() if name != "device"}
         like = func(shape, *args, **meta)
-        contents = _Contents(self._contents.head, like.dtype, self._contents, (func, args, kwargs))
+        contents = _LogitContents(self._contents.head, like.dtype, self._contents, (func, args, kwargs))
         return DeferredLogits._make(contents, like)
 
     @property

@@ -11,7 +11,7 @@ from memascend.vocabulary.gradient import FoundRowsSource, RowsSource, gradient_
 from memascend.vocabulary.known import on_host
 
 if TYPE_CHECKING:
-    from memascend.vocabulary.gradient import Source
+    from memascend.vocabulary.gradient import GradientSource
     from memascend.vocabulary.tables import Table
 
 
@@ -41,7 +41,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         """Keep ids and gradient; rows are added up when their block is asked for."""
         (ids,) = ctx.saved_tensors
-        source: Source = (
+        source: GradientSource = (
             RowsSource(ids, grad_output, ctx.padding_idx)
             if ctx.rows is None
             else FoundRowsSource(ctx.rows, ids, grad_output, ctx.padding_idx)

@@ -10,7 +10,7 @@ use super::super::dispatch::{KernelBody, Level, half_kernel};
 #[cfg(target_arch = "x86_64")]
 use super::super::dispatch::{Narrow, Wide};
 use super::elementwise::Channelwise;
-use super::fused::{self, Run};
+use super::fused::{self, UpdateLoop};
 use super::scalars::Constants;
 use super::stochastic::Randomness;
 use super::{
@@ -116,7 +116,7 @@ pub(super) struct MatrixPass<'a, L, R, const HALVES: bool> {
     pub(super) kinds: PhantomData<(L, R)>,
 }
 
-impl<L: Level, R: Run, const HALVES: bool> KernelBody for MatrixPass<'_, L, R, HALVES> {
+impl<L: Level, R: UpdateLoop, const HALVES: bool> KernelBody for MatrixPass<'_, L, R, HALVES> {
     #[inline(always)]
     fn run(self) {
         let Matrix { weight, master, gradient, first_element, factors, update, scalars } = self.matrix;

@@ -98,7 +98,7 @@ pub(super) fn step_matrix<L: Level>(weight: Weight, matrix: Matrix<'_>) {
 /// half of the first one's. States of 8 bits are given in fp32, and so are master and gradient of an fp16
 /// weight. The slices (`low` is a split master's) are parameters of their own, because only so LLVM knows
 /// that they do not overlap.
-pub(super) trait Run {
+pub(super) trait UpdateLoop {
     const WEIGHT_BYTES: usize;
     #[allow(clippy::too_many_arguments)]
     fn run<U: Update>(
@@ -122,7 +122,7 @@ struct Scalar<S, W>(PhantomData<(S, W)>);
 /// end. One by one each would have to be moved to a lane of its own and back.
 struct PackedPairs<W>(PhantomData<W>);
 
-impl<S: Number, W: WeightLayout> Run for Scalar<S, W> {
+impl<S: Number, W: WeightLayout> UpdateLoop for Scalar<S, W> {
     const WEIGHT_BYTES: usize = size_of::<W::Element>();
     #[inline(always)]
     fn run<U: Update>(
@@ -183,7 +183,7 @@ impl<S: Number, W: WeightLayout> Run for Scalar<S, W> {
     }
 }
 
-impl<W: PackedWeightLayout> Run for PackedPairs<W> {
+impl<W: PackedWeightLayout> UpdateLoop for PackedPairs<W> {
     const WEIGHT_BYTES: usize = 2;
     #[inline(always)]
     fn run<U: Update>(
@@ -445,7 +445,7 @@ mod tests {
         kind: PhantomData<R>,
     }
 
-    impl<R: Run, U: Update> KernelBody for Task<'_, R, U> {
+    impl<R: UpdateLoop, U: Update> KernelBody for Task<'_, R, U> {
         #[inline(always)]
         fn run(self) {
             let [weight, low, gradient, first, second, third] = self.planes;
@@ -454,7 +454,7 @@ mod tests {
         }
     }
 
-    fn run<R: Run, U: Update>(
+    fn run<R: UpdateLoop, U: Update>(
         isa: Isa,
         begin: &Planes,
         index: u32,

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use super::cell::RuntimeCell;
 use super::inner::RuntimeInner;
 use crate::device::{Capture, CudaEvent};
-use crate::errors::{exec_error, memory_error};
+use crate::errors::{exec_error, executed, memory_error};
 use crate::host::{elements_mut, parse_dtype};
 
 /// The dtypes of a gradient that is made in one, and kept in the other if there is one.
@@ -105,7 +105,7 @@ impl RuntimeGradients {
         let capture = || unsafe {
             inner.gradients.capture(GradientId(gradient), start, source as *const u8, numel, accumulate)
         };
-        let stats = py.detach(capture).map_err(|error| exec_error(&error))?;
+        let stats = executed(py, capture)?;
         Ok((stats.sum_squares, stats.non_finite))
     }
 
@@ -148,7 +148,7 @@ impl RuntimeGradients {
     /// for the end.
     fn spill_gradients(&self, py: Python<'_>, stay: usize) -> PyResult<()> {
         let inner = self.0.inner()?;
-        py.detach(|| inner.gradients.spill(stay)).map_err(|error| exec_error(&error))
+        executed(py, || inner.gradients.spill(stay))
     }
 
     /// Forgets a gradient.
@@ -162,8 +162,7 @@ impl RuntimeGradients {
     fn read_gradient(&self, py: Python<'_>, gradient: usize, target: usize, bytes: usize) -> PyResult<()> {
         let inner = self.0.inner()?;
         // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
-        py.detach(|| inner.gradients.read(GradientId(gradient), unsafe { elements_mut(target, bytes) }))
-            .map_err(|error| exec_error(&error))
+        executed(py, || inner.gradients.read(GradientId(gradient), unsafe { elements_mut(target, bytes) }))
     }
 }
 
@@ -189,11 +188,10 @@ impl GradientRanges {
         run: impl FnOnce(&RuntimeInner, &mut Option<memascend_exec::GradientRanges>) -> memascend_exec::Result<T>
         + Send,
     ) -> PyResult<T> {
-        py.detach(|| {
+        executed(py, || {
             let inner = self.inner.upgrade().ok_or(ExecError::Closed)?;
             run(&inner, &mut self.ranges.locked())
         })
-        .map_err(|error| exec_error(&error))
     }
 }
 

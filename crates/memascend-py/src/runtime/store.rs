@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use super::blocks;
 use super::cell::RuntimeCell;
-use crate::errors::{exec_error, store_error};
+use crate::errors::{executed, store_error, stored};
 use crate::handles::{Commit, TensorId, Ticket};
 use crate::host::{self, Plane};
 
@@ -51,7 +51,7 @@ impl RuntimeStore {
     /// Allocates the extent of a tensor's next value, so that no step runs out of space.
     fn make_spare(&self, py: Python<'_>, tensor: &Bound<'_, TensorId>) -> PyResult<()> {
         let (inner, id) = (self.0.inner()?, tensor.get().0);
-        py.detach(|| inner.store.make_spare(id)).map_err(|error| store_error(&error))
+        stored(py, || inner.store.make_spare(id))
     }
 
     /// Bytes that `make_spare` would allocate.
@@ -73,13 +73,12 @@ impl RuntimeStore {
         bytes: usize,
     ) -> PyResult<()> {
         let (inner, tensor) = (self.0.inner()?, tensor.get().0);
-        py.detach(|| {
+        executed(py, || {
             let extent = inner.store.current(tensor);
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
             let target = unsafe { host::elements_mut(target, bytes) };
             inner.staging.read(extent, target)
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Writes `bytes` bytes at address `source` as a tensor, the whole of it, and waits for the
@@ -92,7 +91,7 @@ impl RuntimeStore {
         bytes: usize,
     ) -> PyResult<()> {
         let (inner, tensor) = (self.0.inner()?, tensor.get().0);
-        py.detach(|| {
+        executed(py, || {
             let extent = inner.store.rewrite(tensor)?.target;
             let pending = Arc::new(InFlightCounter::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `bytes` bytes.
@@ -100,7 +99,6 @@ impl RuntimeStore {
             inner.staging.write(extent, source, &pending)?;
             pending.wait()
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Reads `numel` elements of a plane to address `target`, as float32.
@@ -113,14 +111,13 @@ impl RuntimeStore {
         target: usize,
     ) -> PyResult<()> {
         let (inner, tensor, plane) = (self.0.inner()?, tensor.get().0, plane.get().0);
-        py.detach(|| {
+        executed(py, || {
             let extent = inner.store.current(tensor);
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32
             // elements.
             let target = unsafe { host::elements_mut(target, numel) };
             inner.staging.read_plane(extent, plane, target)
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Writes `numel` float32 elements at address `source` as a plane, the whole of it, and waits
@@ -134,7 +131,7 @@ impl RuntimeStore {
         source: usize,
     ) -> PyResult<()> {
         let (inner, tensor, plane) = (self.0.inner()?, tensor.get().0, plane.get().0);
-        py.detach(|| {
+        executed(py, || {
             let extent = inner.store.rewrite(tensor)?.target;
             let pending = Arc::new(InFlightCounter::default());
             // SAFETY: the Python layer passes a live, contiguous CPU tensor of `numel` float32
@@ -143,7 +140,6 @@ impl RuntimeStore {
             inner.staging.write_plane(extent, plane, source, &pending)?;
             pending.wait()
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Reads rows of `row_bytes` bytes of a tensor to address `target`, one behind another. Their
@@ -165,8 +161,7 @@ impl RuntimeStore {
         compare: bool,
     ) -> PyResult<()> {
         let (inner, tensor) = (self.0.inner()?, tensor.get().0);
-        py.detach(|| blocks::read_rows(&inner, tensor, row_bytes, (rows, count), target, compare))
-            .map_err(|error| exec_error(&error))
+        executed(py, || blocks::read_rows(&inner, tensor, row_bytes, (rows, count), target, compare))
     }
 
     /// Starts a commit of the current values of all tensors, with `state` (JSON): a thread waits
@@ -193,7 +188,7 @@ impl RuntimeStore {
     /// Keeps the durable generation under a name.
     fn snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
         let inner = self.0.inner()?;
-        py.detach(|| inner.store.snapshot(tag)).map_err(|error| store_error(&error))
+        stored(py, || inner.store.snapshot(tag))
     }
 
     /// `(tag, generation, bytes)` of every snapshot, the oldest first.
@@ -205,19 +200,19 @@ impl RuntimeStore {
     /// Deletes a snapshot.
     fn delete_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
         let inner = self.0.inner()?;
-        py.detach(|| inner.store.delete_snapshot(tag)).map_err(|error| store_error(&error))
+        stored(py, || inner.store.delete_snapshot(tag))
     }
 
     /// Makes the values of a snapshot the current ones; the durable generation stays until
     /// `confirm_snapshot`.
     fn load_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
         let inner = self.0.inner()?;
-        py.detach(|| inner.store.load_snapshot(tag)).map_err(|error| store_error(&error))
+        stored(py, || inner.store.load_snapshot(tag))
     }
 
     /// Makes a loaded snapshot the newest generation.
     fn confirm_snapshot(&self, py: Python<'_>, tag: &str) -> PyResult<()> {
         let inner = self.0.inner()?;
-        py.detach(|| inner.store.confirm_snapshot(tag)).map_err(|error| store_error(&error))
+        stored(py, || inner.store.confirm_snapshot(tag))
     }
 }

@@ -14,7 +14,7 @@ use super::blocks::{self, TensorPart};
 use super::cell::RuntimeCell;
 use crate::apollo::MeasuredArgument;
 use crate::device::{Applying, CudaEvent};
-use crate::errors::exec_error;
+use crate::errors::{exec_error, executed};
 use crate::files::{ExternalFile, Packing};
 use crate::handles::{TensorId, Ticket};
 use crate::lease::LeaseBuffer;
@@ -250,6 +250,6 @@ impl RuntimeUnits {
     /// Waits until nothing of a unit is under way; raises the first error.
     fn wait_unit(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
         let unit = self.cell.unit(unit);
-        py.detach(|| unit.wait_all()).map_err(|error| exec_error(&error))
+        executed(py, || unit.wait_all())
     }
 }

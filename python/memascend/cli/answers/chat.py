@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.cli.answers.generate import Asked, check_lengths, token_bytes
-from memascend.cli.answers.generating import Generation
+from memascend.cli.answers.generate import GenerateOptions, check_lengths, token_bytes
+from memascend.cli.answers.generating import Sampling
 from memascend.cli.answers.room import divide, speed_text
 from memascend.cli.answers.sources import opened, source_of
 from memascend.cli.answers.texts import Prompt, Texts
@@ -27,7 +27,7 @@ HELP = "an empty line or Ctrl-D ends, /new begins a new conversation, Ctrl-C end
 CONTEXT_TOKENS = 4096
 
 
-def chat(asked: Asked, context: int = CONTEXT_TOKENS) -> None:
+def chat(asked: GenerateOptions, context: int = CONTEXT_TOKENS) -> None:
     """Answer the lines of standard input until it ends; a model without a chat template continues each line.
 
     Args:
@@ -72,7 +72,7 @@ def _lines() -> Iterator[str]:
 class _Conversation:
     """The turns so far, and the next answer."""
 
-    def __init__(self, model: Any, texts: Texts, asked: Asked, conversing: bool, new_tokens: int) -> None:
+    def __init__(self, model: Any, texts: Texts, asked: GenerateOptions, conversing: bool, new_tokens: int) -> None:
         self._model, self._texts, self._asked = model, texts, asked
         self._conversing, self._new_tokens = conversing, new_tokens
         self.begin()
@@ -89,10 +89,10 @@ class _Conversation:
         """Print the answer as it is made, and remember it."""
         stream = _Stream(self._texts)
         with _until_interrupted() as interrupted:
-            generation = Generation(
+            sampling = Sampling(
                 self._new_tokens, self._asked.temperature, self._texts.ends, stream.add, lambda: interrupted[0]
             )
-            (answer,) = generation.answers(self._model, [self._texts.ids(prompt)])
+            (answer,) = sampling.answers(self._model, [self._texts.ids(prompt)])
         stream.end(answer)
         if isinstance(prompt, list):
             self._messages = [*prompt, {"role": "assistant", "content": self._texts.text(answer)}]

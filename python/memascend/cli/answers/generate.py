@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from memascend.cli.answers.generating import Generation
-from memascend.cli.answers.room import Room, cache_bytes, divide, speed_text
-from memascend.cli.answers.sources import Opening, Source, opened, source_of
+from memascend.cli.answers.generating import Sampling
+from memascend.cli.answers.room import DividedBudget, cache_bytes, divide, speed_text
+from memascend.cli.answers.sources import ModelSource, Opening, opened, source_of
 from memascend.cli.answers.texts import Prompt, Texts, read_prompts
 from memascend.cli.errors import tell
 from memascend.common.progress import Progress
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerateOptions:
     """The prompts, and how they are answered."""
 
     model: Sequence[Path]
@@ -53,7 +53,7 @@ class Asked:
         return Opening(self.store, self.experts, self.base_bits)
 
 
-def generate(asked: Asked, prompts_file: Path, out: Path | None, sequences: int | None) -> None:
+def generate(asked: GenerateOptions, prompts_file: Path, out: Path | None, sequences: int | None) -> None:
     """Answer the prompts of a file, and write a JSON line for each, in their order, to `out` or standard output.
 
     Raises DataError for prompts that the model cannot answer, OutputError where `out` exists, and the errors of
@@ -75,12 +75,12 @@ def generate(asked: Asked, prompts_file: Path, out: Path | None, sequences: int 
         _answer(model, texts, prompts, ids, room, asked, lines)
 
 
-def token_bytes(source: Source) -> int:
+def token_bytes(source: ModelSource) -> int:
     """Return the bytes of keys and values for a token."""
     return cache_bytes(source.config, checkpoint_dtype(source.weights, source.config).itemsize)
 
 
-def check_lengths(source: Source, lengths: Sequence[int], new_tokens: int) -> None:
+def check_lengths(source: ModelSource, lengths: Sequence[int], new_tokens: int) -> None:
     """Raise DataError for a prompt without tokens, or one that leaves no room for an answer."""
     _, positions = limits(source.config)
     for number, length in enumerate(lengths, start=1):
@@ -105,8 +105,8 @@ def _answer(
     texts: Texts,
     prompts: Sequence[Prompt],
     ids: Sequence[Sequence[int]],
-    room: Room,
-    asked: Asked,
+    room: DividedBudget,
+    asked: GenerateOptions,
     lines: TextIO,
 ) -> None:
     """Answer prompts of about the same length together, and write each line as soon as those before it are there."""
@@ -120,13 +120,13 @@ def _answer(
         tokens += 1
         bar.update(tokens, [f"{(time.perf_counter() - begin) / tokens:.2g} s/token", f"{room.sequences} at once"])
 
-    generation = Generation(asked.new_tokens, asked.temperature, texts.ends, told)
+    sampling = Sampling(asked.new_tokens, asked.temperature, texts.ends, told)
     found: dict[int, list[int]] = {}
     written = 0
     try:
         for number in range(passes):
             chosen = order[number * room.sequences : (number + 1) * room.sequences]
-            answers = generation.answers(model, [ids[index] for index in chosen])
+            answers = sampling.answers(model, [ids[index] for index in chosen])
             found |= dict(zip(chosen, answers, strict=True))
             tokens = (number + 1) * asked.new_tokens  # Answers may end before.
             while written in found:

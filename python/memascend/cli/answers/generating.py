@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Generation:
+class Sampling:
     """How tokens are chosen, and where an answer ends."""
 
     new_tokens: int

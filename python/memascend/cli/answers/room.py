@@ -43,7 +43,7 @@ def cache_bytes(config: Any, itemsize: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DividedBudget:
     """How a budget is divided."""
 
     #: The model's budget: bytes, or "auto".
@@ -54,7 +54,9 @@ class Room:
     cache: int
 
 
-def divide(budget: int | str, prompts: Sequence[int], new_tokens: int, token_bytes: int, sequences: int | None) -> Room:
+def divide(
+    budget: int | str, prompts: Sequence[int], new_tokens: int, token_bytes: int, sequences: int | None
+) -> DividedBudget:
     """Divide a budget between keys and values and the model.
 
     Args:
@@ -80,10 +82,10 @@ def divide(budget: int | str, prompts: Sequence[int], new_tokens: int, token_byt
             "--batch-size or --max-new-tokens",
             2 * cache,
         )
-    return Room(budget if budget == AUTO else int(budget) - cache, sequences, cache)
+    return DividedBudget(budget if budget == AUTO else int(budget) - cache, sequences, cache)
 
 
-def speed_text(model: Any, weights: Path, room: Room, tokens: int | None = None) -> str:
+def speed_text(model: Any, weights: Path, room: DividedBudget, tokens: int | None = None) -> str:
     """Return a line on how long a token takes, which the reading of weights that do not stay in memory bounds.
 
     `tokens` is the most of all passes together, where that is known.

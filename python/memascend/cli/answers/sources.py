@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memascend
-from memascend.cli.answers.room import Room
+from memascend.cli.answers.room import DividedBudget
 from memascend.cli.errors import note
 from memascend.cli.hub import model_directory
 from memascend.common.outputs import workspace
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A model that answers, not opened yet."""
 
     #: The volumes of a store, or one directory of a model.
@@ -59,7 +59,7 @@ class Opening:
     base_bits: int | None = None
 
 
-def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
+def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> ModelSource:
     """Look at a source: a model directory, the id of a model of the hub, adapters, or a store's volumes.
 
     Args:
@@ -84,16 +84,16 @@ def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> Source:
         tokenizer = Path(made_from)
     if tokenizer is None:
         note("the store does not know where its tokenizer is: text is taken as bytes, unless --tokenizer DIR is given")
-    return Source(tuple(paths), config_of_record(record), first, tokenizer, is_store=True)
+    return ModelSource(tuple(paths), config_of_record(record), first, tokenizer, is_store=True)
 
 
-def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> Source:
+def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> ModelSource:
     config = load_config(model)
-    return Source((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
+    return ModelSource((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
 
 
 @contextmanager
-def opened(source: Source, room: Room, how: Opening) -> Iterator[Any]:
+def opened(source: ModelSource, room: DividedBudget, how: Opening) -> Iterator[Any]:
     """Open the model of `source` within the memory of `room`, and yield it; nothing of `source` changes.
 
     Weights are read from the model's own files where these can be read as they are and the budget allows it; else from
@@ -117,10 +117,10 @@ def opened(source: Source, room: Room, how: Opening) -> Iterator[Any]:
         yield model
 
 
-def _opened(source: Source, host_memory: int | str, how: Opening, stack: ExitStack) -> Any:
+def _opened(source: ModelSource, host_memory: int | str, how: Opening, stack: ExitStack) -> Any:
     if source.is_store:
         if how.base_bits is not None:
-            raise DataError("--base-bits is of a model directory or adapters: leave it out for a store")
+            raise DataError("--base-bits works only with a model directory or adapters: leave it out for a store")
         # Its experts were trained or frozen as a part of the run.
         options: dict[str, Any] = {"host_memory": host_memory, "durability": "none", "experts": how.experts or "whole"}
         return memascend.resume(list(source.paths), **options).model
@@ -130,7 +130,7 @@ def _opened(source: Source, host_memory: int | str, how: Opening, stack: ExitSta
     return _from_directory(source, work / "store", host_memory, how)
 
 
-def _from_directory(source: Source, store: Path, host_memory: int | str, how: Opening) -> Any:
+def _from_directory(source: ModelSource, store: Path, host_memory: int | str, how: Opening) -> Any:
     opening = partial(memascend.from_pretrained, source.paths[0], store=store, host_memory=host_memory)
     if how.base_bits is not None:
         experts = how.experts or "whole"
@@ -156,7 +156,7 @@ def _from_directory(source: Source, store: Path, host_memory: int | str, how: Op
         raise error from None
 
 
-def _check_pieces(source: Source) -> None:
+def _check_pieces(source: ModelSource) -> None:
     """Raise DataError where adapters are on experts that are to be read one by one."""
     if source.adapter is None:
         return

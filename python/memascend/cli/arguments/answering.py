@@ -57,7 +57,7 @@ def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     )
     parser.add_argument("model", type=Path, nargs="+", metavar="MODEL", help=text)
     add = parser.add_argument
-    text = "the most host memory to use for the model and for keys and values (default: auto, what the machine leaves)"
+    text = "the most host memory to use for the model and for keys and values (default: auto, as much as is free)"
     add("--host-memory", type=size_or_auto, default=AUTO, metavar="SIZE", help=text)
     text = "where a copy goes of weights that cannot be read as they are (default: the cache directory); it is removed"
     add("--store", type=Path, metavar="DIR", help=text)

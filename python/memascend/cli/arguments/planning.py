@@ -10,7 +10,7 @@ from memascend.cli.arguments.parsing import subcommand
 from memascend.cli.arguments.shared import DTYPE, DTYPES, MICRO_BATCH, TILE, add_adapters, add_durability, add_optimizer
 from memascend.cli.arguments.values import at_least_two, held_out, positive, positive_rate, size, size_or_auto, tile
 from memascend.layout.bits import BITS
-from memascend.options import EXPERTS, UPDATES, OffloadOptions
+from memascend.options import EXPERTS, POLICIES, UPDATES, OffloadOptions
 
 
 def add_plan(subcommands: Any) -> None:
@@ -89,7 +89,7 @@ def add_plan(subcommands: Any) -> None:
     add = gpu.add_argument
     add("--gpu", type=size, metavar="SIZE", help="the memory that the GPU has free, such as 24GiB")
     text = "where the inputs of recomputed layers lie: on the GPU, in host memory or on the SSD (default: %(default)s)"
-    add("--activations", choices=("recompute", "host", "ssd"), default="recompute", help=text)
+    add("--activations", choices=POLICIES, default="recompute", help=text)
     text = "the loss makes the logits in pieces (Liger-Kernel's fused linear cross entropy)"
     add("--fused-loss", action="store_true", help=text)
     add("--flops", type=positive_rate, metavar="X", help="operations per second of the GPU, such as 70e12")

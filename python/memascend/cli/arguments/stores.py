@@ -52,5 +52,5 @@ def add_checkpoints(subcommands: Any) -> None:
     choice.add_argument(
         "--delete", metavar="TAG", action="append", default=[], help="delete it; several times for several"
     )
-    text = "continue from there: later steps are given up, unless they are checkpoints too"
+    text = "continue from there: later steps are discarded, unless they are checkpoints too"
     choice.add_argument("--restore", metavar="TAG", help=text)

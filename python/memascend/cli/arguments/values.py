@@ -51,7 +51,7 @@ def weights_dtype(text: str) -> str:
     remedy = ""
     if re.fullmatch(r"i?q\d\w*|tq\d\w*|mxfp4\w*", text.lower()):
         remedy = f": write a file in bfloat16, and run llama.cpp's `llama-quantize model.gguf {text}.gguf {text}`"
-    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(WEIGHTS_DTYPES)}{remedy}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(WEIGHTS_DTYPES)}{remedy}")
 
 
 def held_out(text: str) -> float | Path:

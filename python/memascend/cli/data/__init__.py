@@ -1,11 +1,11 @@
 """Data in, batches out: files, source trees and records become sequences of token ids with labels.
 
 Host memory does not grow with the corpus. Documents are indexed into a file (`documents`, `index`), read in a seeded
-order (`order`), tokenised piece by piece into a second file (`marked`, `sequences`), and batches are read from there
-(`blocks`). Orders are computed, not stored.
+order (`order`), tokenised piece by piece into a second file (`chat_masking`, `sequences`), and batches are read from
+there (`blocks`). Orders are computed, not stored.
 """
 
-from memascend.cli.data.blocks import Blocks
+from memascend.cli.data.blocks import TokenBlocks
 from memascend.cli.data.documents import Documents
 from memascend.cli.data.order import shuffled, split
 from memascend.cli.data.pieces import PIECE_BYTES
@@ -23,9 +23,9 @@ __all__ = [
     "END_OF_DOCUMENT",
     "PADDING",
     "PIECE_BYTES",
-    "Blocks",
     "ByteTokenizer",
     "Documents",
+    "TokenBlocks",
     "Tokenizer",
     "load_tokenizer",
     "shuffled",

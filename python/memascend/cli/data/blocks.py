@@ -21,7 +21,7 @@ from memascend.errors import CheckpointError, DataError
 PADDED_TO = 64
 
 
-class Blocks:
+class TokenBlocks:
     """Documents in a seeded order as sequences of at most `seq_len` tokens on disk, with the labels of each token.
 
     Packed, documents lie end to end, and the sequences are blocks of `seq_len`. With `boundaries` the positions begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-class Copies:
+class FileCopies:
     """Files in a directory, by numbers from 1 on."""
 
     def __init__(self, scratch: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from memascend.cli.data.columns import SPLITS, is_saved_dataset, rows, splits_of
-from memascend.cli.data.copies import Copies
+from memascend.cli.data.copies import FileCopies
 from memascend.cli.data.files import LINES, File, Format, NotText, not_utf8, open_file
 from memascend.cli.data.hub import HubData
-from memascend.cli.data.index import LINE, RECORD, ROW, TEXT, Index, Place
+from memascend.cli.data.index import LINE, RECORD, ROW, TEXT, DocumentPlace, Index
 from memascend.cli.data.json_arrays import objects
 from memascend.cli.data.order import shuffled
 from memascend.cli.data.pieces import NotUtf8, decoded_pieces
@@ -76,7 +76,7 @@ class Documents:
         #: Records with nothing to train on, which are left out.
         self.blank = 0
         self._scratch = scratch
-        self._copies = Copies(scratch)
+        self._copies = FileCopies(scratch)
         self._index = Index(scratch)
         try:
             for number, path in enumerate(paths):
@@ -216,7 +216,9 @@ class Documents:
             except NotUtf8 as error:
                 raise not_utf8(file.path, error.offset) from error
             if has_text:
-                self._index.append(Place(file.origin, TEXT, 1, file.start, opened.tell() - file.start, file.copy))
+                self._index.append(
+                    DocumentPlace(file.origin, TEXT, 1, file.start, opened.tell() - file.start, file.copy)
+                )
 
     def _add_columns(self, path: Path, *, named: bool) -> None:
         """Index rows of columns, which are put on disk one after the other: single ones cannot be read from a file."""
@@ -276,7 +278,7 @@ class Documents:
         `copy` is the number of the copy that they lie in. Raises DataError, naming the place, for another that is none.
         """
         for position, (kind, number, offset, raw) in enumerate(records):
-            place = Place(path, kind, number, offset, len(raw), copy)
+            place = DocumentPlace(path, kind, number, offset, len(raw), copy)
             try:
                 fields = parse_object(raw)
                 record = read_record(fields, self.text_field)

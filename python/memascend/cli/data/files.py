@@ -16,7 +16,7 @@ from memascend.cli.data.skipped import BINARY, ENCODING
 from memascend.common.outputs import writing
 
 if TYPE_CHECKING:
-    from memascend.cli.data.copies import Copies
+    from memascend.cli.data.copies import FileCopies
 
 _SNIFF_BYTES = 8 << 10
 #: The marks with which text can begin. UTF-32's begins with UTF-16's.
@@ -93,7 +93,7 @@ class File:
         return Format.TABLE if self.suffix in _TABLES else Format.TEXT
 
 
-def open_file(path: Path, copies: Copies) -> File:
+def open_file(path: Path, copies: FileCopies) -> File:
     """Look at the first bytes of a file, and copy it where it is in another encoding than UTF-8.
 
     Raises NotText where it is not in the encoding that its mark says.

@@ -13,7 +13,7 @@ from memascend.common.outputs import close_quietly, writing
 KINDS = (TEXT, LINE, RECORD, ROW) = ("text", "line", "record", "row")
 
 
-class Place(NamedTuple):
+class DocumentPlace(NamedTuple):
     """Where a document lies: as a whole file of text, or as the record with some number in it."""
 
     path: Path  # the user's file
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 class Index:
     """Places of documents by number."""
 
-    _PLACE = struct.Struct("<QIBQQQI")  # path offset, path length, then as in Place
+    _PLACE = struct.Struct("<QIBQQQI")  # path offset, path length, then as in DocumentPlace
 
     def __init__(self, scratch: Path) -> None:
         """Begin with none, in two files in the directory `scratch`."""
@@ -47,7 +47,7 @@ class Index:
     def __len__(self) -> int:
         return self._count
 
-    def append(self, place: Place) -> None:
+    def append(self, place: DocumentPlace) -> None:
         """Add the place of a document."""
         name = os.fsencode(place.path)
         with writing(self._scratch):
@@ -66,12 +66,12 @@ class Index:
             self._names.flush()
             self._places.flush()
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> DocumentPlace:
         """Return the place of a document."""
         raw = os.pread(self._places.fileno(), self._PLACE.size, number * self._PLACE.size)
         name_at, name_bytes, kind, *others = self._PLACE.unpack(raw)
         path = Path(os.fsdecode(os.pread(self._names.fileno(), name_bytes, name_at)))
-        return Place(path, KINDS[kind], *others)
+        return DocumentPlace(path, KINDS[kind], *others)
 
     def close(self) -> None:
         """Close the files."""

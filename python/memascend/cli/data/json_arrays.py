@@ -13,7 +13,7 @@ from collections.abc import Iterator
 #: Characters that open or close an object or array, and strings, in which the same characters mean nothing.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 _OBJECT, _ARRAY, _CLOSING = b"{"[0], b"["[0], b"]}"
-#: Bytes after which the pages that were read are let go, so that they do not count as this process's memory.
+#: Bytes after which the pages that were read are released, so that they do not count as this process's memory.
 _WINDOW_BYTES = 16 << 20
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memascend.cli.data.blocks import Blocks
+    from memascend.cli.data.blocks import TokenBlocks
     from memascend.cli.data.tokens import Tokenizer
 
 #: Characters of a part that are shown, half of them at its end.
 CHARACTERS = 240
 
 
-def shown(blocks: Blocks, tokenizer: Tokenizer, count: int) -> Iterator[str]:
+def shown(blocks: TokenBlocks, tokenizer: Tokenizer, count: int) -> Iterator[str]:
     """Yield the lines on the `count` sequences that come first, as many as there are."""
     for position in range(min(count, len(blocks))):
         row = blocks.row(blocks.number(position))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend.cli.answers.chat import chat as talk
-from memascend.cli.answers.generate import Asked
+from memascend.cli.answers.generate import GenerateOptions
 from memascend.cli.answers.generate import generate as answer
 from memascend.cli.console import quiet_libraries
 from memascend.common.interrupts import Interrupts
@@ -28,9 +28,9 @@ def chat(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(chosen: argparse.Namespace) -> Asked:
+def _asked(chosen: argparse.Namespace) -> GenerateOptions:
     quiet_libraries()
-    return Asked(
+    return GenerateOptions(
         model=chosen.model,
         host_memory=chosen.host_memory,
         store=chosen.store,

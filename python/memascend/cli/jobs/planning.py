@@ -45,7 +45,7 @@ def plan(chosen: argparse.Namespace) -> int:
         if chosen.deepspeed is not None:
             return _plan_deepspeed(chosen)
         if chosen.host_memory == AUTO and (chosen.ranks or 1) > 1:
-            raise DataError("--host-memory auto is of a run in one process: with --ranks give a size for each")
+            raise DataError("--host-memory auto works only in one process: with --ranks give a size for each")
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         config = load_bare_config(chosen.model)
@@ -134,7 +134,7 @@ def _adapters_bytes(chosen: argparse.Namespace, config: Any, dtype: str) -> int 
     """Return the memory of adapters with their gradients and states, or None without --lora-rank."""
     if chosen.lora_rank is None:
         if alone := lone_option(chosen):
-            raise DataError(f"{alone} is of adapters: give --lora-rank too")
+            raise DataError(f"{alone} works only with adapters: give --lora-rank too")
         return None
     from memascend.cli import adapters  # Imports transformers' Trainer.
 

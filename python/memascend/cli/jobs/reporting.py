@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from memascend.report.run import Run
+    from memascend.report.run import RunRecords
 
 
 def report(chosen: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def report(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _read_again(named: Path, before: Run) -> Run:
+def _read_again(named: Path, before: RunRecords) -> RunRecords:
     """Return the run as it is now, or as it was where its file is on its way to the directory of the model."""
     try:
         return read_run(records_of(named))

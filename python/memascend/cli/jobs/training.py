@@ -18,6 +18,7 @@ from memascend.cli.recipes.tasks import OWN, TASKS, Task
 from memascend.cli.settings import Result, Settings
 from memascend.common.sizes import format_size
 from memascend.errors import DeviceError
+from memascend.hardware.drives import is_device
 from memascend.layout.bits import COMPUTED_IN
 from memascend.session.compute import ComputeOptions
 
@@ -40,7 +41,7 @@ def finetune(chosen: argparse.Namespace) -> int:
     if values["lr"] is None:
         values["lr"] = ADAPTER_RATE if values["lora_rank"] else Settings.lr
     if values["tbw_share"] is not None and values["tbw"] is None:
-        tell("error: --tbw-share is of the endurance that --tbw gives: give that too")
+        tell("error: --tbw-share needs the endurance: give --tbw too")
         return BAD_INPUT
     if values["tbw_share"] is None:
         values["tbw_share"] = Settings.tbw_share
@@ -52,7 +53,7 @@ def finetune(chosen: argparse.Namespace) -> int:
         values["dtype"] = COMPUTED_IN
     sample = values.pop("sample")
     if sample is not None and task in TASKS:
-        tell(f"error: --sample is of the tasks sft and pretrain: leave it out with --task {task}")
+        tell(f"error: --sample works only with the tasks sft and pretrain: leave it out with --task {task}")
         return BAD_INPUT
     values["recompute"] = not values.pop("no_recompute")
     values["master"] = not values.pop("no_master")
@@ -120,17 +121,17 @@ def _recipe(task: Task, settings: Settings, trainer_options: list[str]) -> int:
 def _conflict(settings: Settings) -> str | None:
     """Return the reason why the options cannot be used together, or None."""
     if settings.change and not settings.resume:
-        return "--change is of a run that goes on: give --resume too"
+        return "--change works only with a run that goes on: give --resume too"
     if settings.replace_store and (settings.resume or settings.in_memory):
         return "--replace-store deletes the run in the store and begins anew: leave out --resume and --in-memory"
     if settings.keep_last and not settings.save_every:
-        return "--keep-last is of the checkpoints of --save-every: give that too"
+        return "--keep-last needs checkpoints: give --save-every too"
     if settings.eval_steps and not settings.evaluation:
-        return "--eval-steps is of the evaluations of --eval: give that too"
+        return "--eval-steps needs evaluations: give --eval too"
     if not isinstance(settings.evaluation, float) and any(isinstance(one, float) for one in settings.evaluation):
         return "--eval takes one fraction or files: write a file whose name is a number as ./0.1"
     if settings.boundaries == "on" and not settings.packing:
-        return "--boundaries is of documents that are packed: leave it out with --no-packing"
+        return "--boundaries works only with packed documents: leave it out with --no-packing"
     if settings.weights and len(settings.weights) != len(settings.data):
         return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
     if settings.weights and isinstance(settings.evaluation, float):
@@ -138,8 +139,8 @@ def _conflict(settings: Settings) -> str | None:
     if problem := _conflict_of_adapters(settings):
         return problem
     if settings.lora_rank and (settings.keep_store or settings.durability != "auto"):
-        return "--keep-store and --durability are of a model that is trained itself: leave them out with --lora-rank"
-    if settings.lora_rank and any(path.is_block_device() for path in settings.store):
+        return "--keep-store and --durability need a model that is trained itself: leave them out with --lora-rank"
+    if settings.lora_rank and any(map(is_device, settings.store)):
         return "adapters are kept in files: with --lora-rank, --store takes directories"
     if settings.base_bits and (problem := _conflict_of_base(settings)):
         return f"--base-bits {settings.base_bits} {problem}"
@@ -170,7 +171,7 @@ def _conflict(settings: Settings) -> str | None:
     if settings.resume:
         return "--resume goes on with the run in a store: without --store there is none"
     if settings.device_memory or settings.activations:
-        return "--device-memory and --activations are of a model in a store: leave them out with --in-memory"
+        return "--device-memory and --activations work only with a model in a store: leave them out with --in-memory"
     return None
 
 
@@ -178,7 +179,7 @@ def _conflict_of_adapters(settings: Settings) -> str | None:
     """Return why the options of adapters cannot be used together with others, or None."""
     alone = lone_option(settings)
     if alone and settings.lora_rank is None:
-        return f"{alone} is of adapters: give --lora-rank too"
+        return f"{alone} works only with adapters: give --lora-rank too"
     if settings.adapter is not None and (alone or settings.lora_rank != rank_of(settings.adapter)):
         return f"--adapter has the options of its adapters: leave out {alone or '--lora-rank'}"
     return None
@@ -187,8 +188,8 @@ def _conflict_of_adapters(settings: Settings) -> str | None:
 def _conflict_of_base(settings: Settings) -> str | None:
     """Return the reason why a quantised base cannot be used with the other options, or None."""
     for refused, instead in (
-        (not settings.lora_rank, "is of weights that are not trained themselves: give --lora-rank too"),
-        (settings.in_memory, "is of weights on an SSD: leave it out, or --in-memory"),
+        (not settings.lora_rank, "quantises weights that are not trained: give --lora-rank too"),
+        (settings.in_memory, "works only with weights on an SSD: leave it out, or leave out --in-memory"),
         (settings.dtype != COMPUTED_IN, f"computes in {COMPUTED_IN}: leave out --dtype {settings.dtype}"),
     ):
         if refused:
@@ -200,8 +201,8 @@ def _conflict_of_experts(settings: Settings) -> str | None:
     """Return the reason why experts cannot be read one by one with the other options, or None."""
     for refused, instead in (
         (not settings.lora_rank, "is for experts that are not trained: give --lora-rank too"),
-        (settings.in_memory, "reads experts from an SSD: leave it out, or --in-memory"),
-        (settings.base_bits, "cannot be had yet with --base-bits: leave one of them out"),
+        (settings.in_memory, "reads experts from an SSD: leave it out, or leave out --in-memory"),
+        (settings.base_bits, "does not work yet with --base-bits: leave one of them out"),
     ):
         if refused:
             return instead
@@ -224,7 +225,7 @@ def _conflict_of_updates(settings: Settings) -> str | None:
 
 def _is_within(path: Path, folder: Path) -> bool:
     """Return whether a directory is `folder`, or a folder in it."""
-    return not path.is_block_device() and path.absolute().is_relative_to(folder.absolute())
+    return not is_device(path) and path.absolute().is_relative_to(folder.absolute())
 
 
 def _summary(settings: Settings, result: Result) -> str:

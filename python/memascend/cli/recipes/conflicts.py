@@ -43,11 +43,11 @@ def conflict_of_task(task: str | None, settings: Settings, trainer_options: Sequ
     """Return the reason why the options cannot be used with `--task`, or None."""
     found = TASKS.get(task or "")
     if found is None:
-        return "--trainer-options is of the tasks " + ", ".join(TASKS) if trainer_options else None
+        return "--trainer-options works only with the tasks " + ", ".join(TASKS) if trainer_options else None
     flag = next((flag for name, flag in _OWN_LOOP.items() if getattr(settings, name)), None)
     flag = flag or next((f for name, (value, f) in _DEFAULTS.items() if getattr(settings, name) != value), None)
     if flag is not None:
-        return f"{flag} is of the tasks sft and pretrain: leave it out with --task {task}"
+        return f"{flag} works only with the tasks sft and pretrain: leave it out with --task {task}"
     if settings.processes > 1:
         return f"--task {task} trains in one process: start it without a launcher"
     if settings.device not in (None, "cuda", "cuda:0"):

@@ -50,7 +50,7 @@ def _read(flag: str, path: Path) -> Any:
         if path.exists():
             reader = _READERS.get(path.suffix.lower())
             if reader is None:
-                raise DataError(f"{flag} {path} is none of {', '.join(_READERS)}, which hold rows with columns")
+                raise DataError(f"{flag} {path} is not one of {', '.join(_READERS)}, which hold rows with columns")
             options = {"delimiter": "\t"} if path.suffix.lower() == ".tsv" else {}
             return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
         if (hub := HubData.of(str(path))) is not None:

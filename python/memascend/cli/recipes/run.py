@@ -20,6 +20,7 @@ from memascend.common.choices import meant
 from memascend.common.outputs import writing
 from memascend.errors import DataError, OutputError
 from memascend.formats.config import load_config
+from memascend.hardware.drives import is_device
 from memascend.options import REPLACE
 from memascend.session.api import offload_of
 
@@ -148,7 +149,7 @@ def _tokenizer(settings: Settings) -> Any:
 
 def _reference(settings: Settings) -> Any:
     """Open the model before the training, read from its own files, beside the store, with the least memory."""
-    if settings.store[0].is_block_device():
+    if is_device(settings.store[0]):
         raise DataError(
             "the model is compared with itself before the training, which is read through a directory: give --store "
             "one, or --lora-rank, or precompute_ref_log_probs=true by --trainer-options"

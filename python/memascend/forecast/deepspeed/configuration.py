@@ -81,13 +81,13 @@ class _Reader:
         self.path = path
         self.notes: list[str] = []
         if not path.is_file():
-            raise DataError(f"--deepspeed {path} is no file: give the JSON file of DeepSpeed's configuration")
+            raise DataError(f"--deepspeed {path} is not a file: give the JSON file of DeepSpeed's configuration")
         try:
             self.whole = read_json(path)
         except CheckpointError as error:
             raise DataError(f"--deepspeed {error}") from None
         if not isinstance(self.whole, dict):
-            raise self.wrong("it holds no JSON object")
+            raise self.wrong("it does not hold a JSON object")
 
     def wrong(self, what: str) -> DataError:
         return DataError(f"--deepspeed {self.path}: {what}")
@@ -160,7 +160,7 @@ class _Reader:
         }
         kept = [name for name, used in theirs.items() if used]
         if kept:
-            raise self.wrong(f"with {' and '.join(kept)} DeepSpeed's own step stays, and memascend has no plan for it")
+            raise self.wrong(f"with {' and '.join(kept)} DeepSpeed's own step is used, which memascend cannot plan")
         return devices[0] == "nvme", devices[1] == "nvme"
 
     def dtype(self, given: str | None) -> str:

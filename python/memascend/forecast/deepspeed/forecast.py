@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.forecast.deepspeed.configuration import read_configuration
-from memascend.forecast.deepspeed.plan import Line, decide, table, traffic
+from memascend.forecast.deepspeed.plan import ComparedLine, decide, table, traffic
 from memascend.formats.config import load_bare_config
 from memascend.formats.transformers_models import empty_model
 
@@ -63,7 +63,7 @@ def forecast(
     }
 
 
-def _as_dict(line: Line) -> dict[str, Any]:
+def _as_dict(line: ComparedLine) -> dict[str, Any]:
     return {"consumer": line.name, "deepspeed_bytes": line.stock, "memascend_bytes": line.ours}
 
 
@@ -87,5 +87,5 @@ def as_text(prediction: Mapping[str, Any]) -> str:
     )
 
 
-def _lines(described: Sequence[Mapping[str, Any]]) -> list[Line]:
-    return [Line(line["consumer"], line["deepspeed_bytes"], line["memascend_bytes"]) for line in described]
+def _lines(described: Sequence[Mapping[str, Any]]) -> list[ComparedLine]:
+    return [ComparedLine(line["consumer"], line["deepspeed_bytes"], line["memascend_bytes"]) for line in described]

@@ -26,7 +26,7 @@ _POOL = "parameter pool"
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedLine:
     """A consumer of host memory, in bytes."""
 
     name: str
@@ -60,7 +60,7 @@ class Shapes:
 class Decision:
     """A plan, whether gradients stay in memory, and bytes of masters and moments that do."""
 
-    lines: list[Line]
+    lines: list[ComparedLine]
     keeps_gradients: bool
     kept_states: int = 0
 
@@ -74,7 +74,7 @@ def slots(sub_groups: Iterable[int]) -> int:
     return max(3, min(_MAX_SLOTS, chunks // 4))
 
 
-def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
+def lines(shapes: Shapes, keeps_gradients: bool) -> list[ComparedLine]:
     """Return the consumers. Our pool has room for the `buffer_count` largest parameters."""
     total = sum(shapes.params)
     largest = max(shapes.sub_groups, key=sum)
@@ -89,20 +89,22 @@ def lines(shapes: Shapes, keeps_gradients: bool) -> list[Line]:
     states = (stock.optimizer_swap_bytes(sum(largest)), under_way * slot) if shapes.swaps_states else (0, 0)
     gradients = stock.gradient_buffer_bytes(total, shapes.gradient_itemsize)
     return [
-        Line(
+        ComparedLine(
             _POOL,
             stock.parameter_pool_bytes(shapes.buffer_size, shapes.buffer_count, shapes.itemsize),
             pool if swaps_weights else 0,
         ),
-        Line("weights that stay in memory", in_cpu, fitting * shapes.itemsize),
-        Line("write-back of weights", stock.write_back_bytes(largest, shapes.itemsize) if swaps_weights else 0, CASTS),
-        Line("optimizer states", *states),
-        Line("gradients", gradients, gradients if keeps_gradients else CASTS),
-        Line("start and first step", 2 * 4 * sum(largest), CASTS),
+        ComparedLine("weights that stay in memory", in_cpu, fitting * shapes.itemsize),
+        ComparedLine(
+            "write-back of weights", stock.write_back_bytes(largest, shapes.itemsize) if swaps_weights else 0, CASTS
+        ),
+        ComparedLine("optimizer states", *states),
+        ComparedLine("gradients", gradients, gradients if keeps_gradients else CASTS),
+        ComparedLine("start and first step", 2 * 4 * sum(largest), CASTS),
     ]
 
 
-def pool_bytes(plan: Sequence[Line]) -> int:
+def pool_bytes(plan: Sequence[ComparedLine]) -> int:
     """Return the bytes of the parameter pool in a plan."""
     return sum(line.ours for line in plan if line.name == _POOL)
 
@@ -113,7 +115,7 @@ def _staying(shapes: Shapes) -> Sequence[Sequence[int]]:
     return shapes.sub_groups[: sum(end <= shapes.max_in_cpu for end in ends)]
 
 
-def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: int) -> list[Line]:
+def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: int) -> list[ComparedLine]:
     """Return the bytes that a step reads from the SSD and writes to it, by kind.
 
     Weights are read in the forward and the backward pass of each of `passes` batches, and written once. DeepSpeed
@@ -122,13 +124,13 @@ def traffic(shapes: Shapes, decision: Decision, moment_itemsize: int, passes: in
     swapped = itertools.chain.from_iterable(shapes.sub_groups[len(_staying(shapes)) :])
     weights = sum(numel for numel in swapped if stock.is_swapped(numel, shapes.itemsize))
     weights *= (2 * passes + 1) * shapes.itemsize
-    found = [Line("weights", weights, weights)]
+    found = [ComparedLine("weights", weights, weights)]
     if shapes.swaps_states:
         numel = shapes.streamed_states // (stock.MASTER_BYTES + 2 * moment_itemsize)
         gradients = 0 if decision.keeps_gradients else 2 * numel * shapes.gradient_itemsize
         states = 2 * (shapes.streamed_states - decision.kept_states)
-        found.append(Line("masters and moments", 2 * numel * 3 * stock.MASTER_BYTES, states))
-        found.append(Line("gradients", 2 * numel * stock.MASTER_BYTES, gradients))
+        found.append(ComparedLine("masters and moments", 2 * numel * 3 * stock.MASTER_BYTES, states))
+        found.append(ComparedLine("gradients", 2 * numel * stock.MASTER_BYTES, gradients))
     return found
 
 
@@ -156,13 +158,13 @@ def decide(shapes: Shapes, options: Options) -> Decision:
     room = options.host_memory - sum(line.ours for line in chosen)
     kept = min(room, shapes.streamed_states)
     if kept:
-        chosen = [*chosen, Line("states that stay in memory", 0, kept)]
+        chosen = [*chosen, ComparedLine("states that stay in memory", 0, kept)]
     return Decision(chosen, keeps_gradients, kept)
 
 
-def table(plan: Sequence[Line], title: str = "host memory for swapping") -> str:
+def table(plan: Sequence[ComparedLine], title: str = "host memory for swapping") -> str:
     """Return a plan as text."""
-    rows = [*plan, Line("sum", sum(line.stock for line in plan), sum(line.ours for line in plan))]
+    rows = [*plan, ComparedLine("sum", sum(line.stock for line in plan), sum(line.ours for line in plan))]
     width = max(len(title), *(len(line.name) for line in rows))
     head = f"{title:<{width}}  {'DeepSpeed':>12}  {'memascend':>12}"
     body = [f"{line.name:<{width}}  {format_size(line.stock):>12}  {format_size(line.ours):>12}" for line in rows]

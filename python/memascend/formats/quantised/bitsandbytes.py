@@ -10,7 +10,7 @@ import torch
 
 from memascend._memascend import Packing
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.tensors import Packed, Stored, unpack_nibbles
+from memascend.formats.quantised.tensors import Packed, StoredTensor, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ _PER_STEP = 7.874015718698502e-3
 class FourBits(Packed):
     """NF4 or FP4: numbers of a code, times the largest of a block of elements; that may be quantised once more."""
 
-    def __init__(self, stored: Mapping[str, Stored], name: str, state: Stored) -> None:
+    def __init__(self, stored: Mapping[str, StoredTensor], name: str, state: StoredTensor) -> None:
         """Take the tensors of the weight `name`. Raises CheckpointError where they do not fit."""
         try:
             values = json.loads(bytes(state.whole().tolist()))
@@ -96,7 +96,7 @@ class FourBits(Packed):
 class EightBits(Packed):
     """int8 of LLM.int8(): whole numbers, times the largest of the row."""
 
-    def __init__(self, weight: Stored, largest: Stored) -> None:
+    def __init__(self, weight: StoredTensor, largest: StoredTensor) -> None:
         """Take the weight and the largest of each row. Raises CheckpointError where they do not fit."""
         if len(weight.shape) != 2 or math.prod(largest.shape) != weight.shape[0]:
             raise CheckpointError(f"{largest} has shape {largest.shape}, which does not fit {weight.shape}")
@@ -119,7 +119,7 @@ class EightBits(Packed):
         return *self._weight.located(externals), packing
 
 
-def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+def find(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of these forms by their names in the model, each with the names of its stored tensors.
 
     Raises CheckpointError for int8 in an order of elements that is of a GPU.

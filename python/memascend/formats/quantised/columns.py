@@ -11,7 +11,7 @@ import torch
 
 from memascend._memascend import FILE_WINDOW_BYTES, Packing
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.tensors import Packed, Stored, unpack_words
+from memascend.formats.quantised.tensors import Packed, StoredTensor, unpack_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Awq(Packed):
 
     transposed = True
 
-    def __init__(self, weight: Stored, zeros: Stored, scales: Stored) -> None:
+    def __init__(self, weight: StoredTensor, zeros: StoredTensor, scales: StoredTensor) -> None:
         """Take the tensors. Raises CheckpointError where their shapes do not fit."""
         groups, width = scales.shape if len(scales.shape) == 2 else (0, 0)
         rows = weight.shape[0] if weight.shape else 0
@@ -72,7 +72,7 @@ class Gptq(Packed):
 
     transposed = True
 
-    def __init__(self, tensors: Mapping[str, Stored], bits: int, offset: int) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], bits: int, offset: int) -> None:
         """Take the tensors by their kinds, the bits of a number, and the offset of zeros.
 
         Raises CheckpointError where their shapes do not fit.
@@ -120,7 +120,7 @@ class Gptq(Packed):
         return *self._weight.located(externals), packing
 
 
-def find_awq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+def find_awq(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of AWQ by their names in the model, each with the names of its stored tensors."""
     found: dict[str, tuple[Packed, list[str]]] = {}
     for module, parts in _modules(stored):
@@ -131,7 +131,7 @@ def find_awq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict
     return found
 
 
-def find_gptq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+def find_gptq(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of GPTQ by their names in the model, each with the names of its stored tensors."""
     bits = int(described.get("bits", 4))
     offset = 0 if str(described.get("checkpoint_format")).lower() == "gptq_v2" else 1
@@ -143,7 +143,7 @@ def find_gptq(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dic
     return found
 
 
-def _modules(stored: Mapping[str, Stored]) -> list[tuple[str, list[str]]]:
+def _modules(stored: Mapping[str, StoredTensor]) -> list[tuple[str, list[str]]]:
     """Return (module, names of its qweight, qzeros and scales) of every module that is packed.
 
     Raises CheckpointError where one of them is missing.

@@ -8,7 +8,7 @@ import torch
 
 from memascend._memascend import Packing
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles, unpack_words
+from memascend.formats.quantised.tensors import E2M1, Packed, StoredTensor, unpack_nibbles, unpack_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class _Scaled(Packed):
     """A weight (rows, width) whose scales are of the tensor, its rows, groups within a row, or blocks of rows."""
 
     def __init__(
-        self, shape: tuple[int, ...], scales: Stored, zeros: torch.Tensor | None, blocks: tuple[int, int] | None
+        self, shape: tuple[int, ...], scales: StoredTensor, zeros: torch.Tensor | None, blocks: tuple[int, int] | None
     ) -> None:
         super().__init__(shape)
         self._scales, self._zeros = scales, zeros
@@ -55,7 +55,7 @@ class _Scaled(Packed):
 
     def _four_bits_in_place(
         self,
-        weight: Stored,
+        weight: StoredTensor,
         code: Sequence[float],
         scales: str,
         externals: Mapping[SafetensorsReader, ExternalFile],
@@ -89,7 +89,9 @@ class _Scaled(Packed):
 class Plain(_Scaled):
     """FP8 or int8, a byte for each number."""
 
-    def __init__(self, weight: Stored, scales: Stored, zeros: Stored | None, blocks: tuple[int, int] | None) -> None:
+    def __init__(
+        self, weight: StoredTensor, scales: StoredTensor, zeros: StoredTensor | None, blocks: tuple[int, int] | None
+    ) -> None:
         """Take the tensors. Raises CheckpointError where their shapes do not fit."""
         if len(weight.shape) != 2:
             raise CheckpointError(f"{weight} has shape {weight.shape}, which is no matrix")
@@ -116,7 +118,7 @@ class PackedIntegers(_Scaled):
     """Whole numbers of a few bits in words of 32, each less half of their range."""
 
     def __init__(
-        self, stored: Mapping[str, Stored], module: str, bits: set[int], blocks: tuple[int, int] | None
+        self, stored: Mapping[str, StoredTensor], module: str, bits: set[int], blocks: tuple[int, int] | None
     ) -> None:
         """Take the tensors of a module. Raises CheckpointError where they do not fit, or `bits` has no one size."""
         self._weight, scales = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
@@ -157,7 +159,7 @@ class PackedIntegers(_Scaled):
 class FourBitFloats(_Scaled):
     """NVFP4 (scales in FP8, and one for the tensor) and MXFP4 (scales that are powers of two): in bfloat16."""
 
-    def __init__(self, weight: Stored, scales: Stored, of_all: Stored | None) -> None:
+    def __init__(self, weight: StoredTensor, scales: StoredTensor, of_all: StoredTensor | None) -> None:
         """Take the tensors. Raises CheckpointError where their shapes do not fit."""
         if len(weight.shape) != 2:
             raise CheckpointError(f"{weight} has shape {weight.shape}, which is no matrix")
@@ -193,7 +195,7 @@ class FourBitFloats(_Scaled):
         return self._four_bits_in_place(self._weight, E2M1, "e4m3", externals, float(self._of_all))
 
 
-def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+def find(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of these forms by their names in the model, each with the names of its stored tensors.
 
     Raises CheckpointError for options that the supported formats do not have.

@@ -12,7 +12,7 @@ import torch
 
 from memascend._memascend import Packing
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles
+from memascend.formats.quantised.tensors import E2M1, Packed, StoredTensor, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ _SCALES = ("weight_scale_inv", "scale", "qscale_weight")
 class Float8(Packed):
     """Weights in FP8, or two numbers of four bits in a byte, with a grid of scales: (..., rows, width)."""
 
-    def __init__(self, weight: Stored, scales: Stored, blocks: tuple[int, int] | None) -> None:
+    def __init__(self, weight: StoredTensor, scales: StoredTensor, blocks: tuple[int, int] | None) -> None:
         """Take the tensors, and the size of blocks that the configuration names.
 
         Raises CheckpointError where the grid fits no size of blocks.
@@ -99,7 +99,7 @@ def _as_float(scales: torch.Tensor) -> torch.Tensor:
     return scales.to(torch.float32)
 
 
-def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+def find(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of this form by their names in the model, each with the names of its stored tensors.
 
     Raises CheckpointError for a weight in FP8 that has no scales, ValueError for blocks of no size.

@@ -8,7 +8,7 @@ import torch
 
 from memascend._memascend import FILE_WINDOW_BYTES, Packing
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.tensors import E2M1, Packed, Stored, unpack_nibbles
+from memascend.formats.quantised.tensors import E2M1, Packed, StoredTensor, unpack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Mxfp4(Packed):
 
     transposed = True
 
-    def __init__(self, blocks: Stored, scales: Stored) -> None:
+    def __init__(self, blocks: StoredTensor, scales: StoredTensor) -> None:
         """Take the tensors. Raises CheckpointError where their shapes do not fit."""
         if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape:
             raise CheckpointError(f"{blocks} has shape {blocks.shape}, and its scales {scales.shape}")
@@ -54,7 +54,7 @@ class Mxfp4(Packed):
         return *self._blocks.located(externals), Packing.mxfp4(rows, width, self._scales.located(externals))
 
 
-def find(stored: Mapping[str, Stored], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
+def find(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> dict[str, tuple[Packed, list[str]]]:
     """Return the tensors of this form by their names in the model, each with the names of its stored tensors."""
     found: dict[str, tuple[Packed, list[str]]] = {}
     for key, tensor in stored.items():

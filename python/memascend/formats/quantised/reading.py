@@ -9,8 +9,8 @@ import torch
 
 from memascend.errors import CheckpointError, MemascendError, first_line
 from memascend.formats.quantised import bitsandbytes, columns, compressed, float8, mxfp4
-from memascend.formats.quantised.tensors import Stored
-from memascend.formats.safetensors import Entry
+from memascend.formats.quantised.tensors import StoredTensor
+from memascend.formats.safetensors import TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ class QuantisedTensors:
         Raises CheckpointError where tensors do not fit the form.
         """
         self.form, self.path = form, directory
-        stored = {key: Stored(reader, key) for key, reader in where.items()}
+        stored = {key: StoredTensor(reader, key) for key, reader in where.items()}
         assert form.kind is not None, form
         try:
             found = READERS[form.kind](stored, form.described or {})
@@ -52,7 +52,7 @@ class QuantisedTensors:
                 f"{directory}: its tensors do not fit {form}: {type(error).__name__}: {first_line(error)}"
             ) from error
         self._packed: dict[str, Packed] = {name: packed for name, (packed, _) in found.items()}
-        self.entries = {name: Entry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
+        self.entries = {name: TensorEntry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
         #: Names of the stored tensors of each, and of all.
         self._parts = {name: [part for part in parts if part in where] for name, (_, parts) in found.items()}
         self.stored = set(chain.from_iterable(self._parts.values()))

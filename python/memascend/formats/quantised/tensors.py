@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memascend.layout.bits import PIECE_ELEMENTS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from memascend._memascend import ExternalFile, Packing
     from memascend.formats.safetensors import SafetensorsReader
 
-#: Elements that are dequantised at once: each takes some bytes of temporary tensors, at most 20.
-PIECE_ELEMENTS = 1 << 19
+
 #: The values of four bits e2m1, as in MXFP4 and NVFP4.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class Stored:
+class StoredTensor:
     """A tensor of a safetensors file that is read in parts."""
 
     def __init__(self, reader: SafetensorsReader, key: str) -> None:

@@ -21,7 +21,7 @@ class BufferPool:
 
     A buffer that is returned serves the next request of its class. So a class holds as many as were ever in use at the
     same time, and the pool as much as the tensors that were present together, in place of that many of the largest.
-    Beyond `limit_bytes` free buffers of other classes are given up for a new one. A buffer in use is never refused.
+    Beyond `limit_bytes` free buffers of other classes are freed for a new one. A buffer in use is never refused.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

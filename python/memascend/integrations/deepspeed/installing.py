@@ -23,7 +23,7 @@ _PIN_MEMORY_ATTRIBUTE = "_deepspeed_pin_memory_op_module"
 
 
 @dataclass
-class Part:
+class InstalledPart:
     """A part of memascend that is in force, the parts that it replaces, and how to take it away."""
 
     name: str
@@ -51,7 +51,7 @@ class Part:
 
 
 _lock = Lock()
-_parts: list[Part] = []
+_parts: list[InstalledPart] = []
 
 
 def installed() -> list[str]:
@@ -103,7 +103,7 @@ def uninstall() -> None:
         _forget_compatible()
 
 
-def _operators() -> Iterator[Part]:
+def _operators() -> Iterator[InstalledPart]:
     """Fill in the operators that DeepSpeed would compile or load."""
     from deepspeed.accelerator import get_accelerator
 
@@ -136,7 +136,7 @@ def _operators() -> Iterator[Part]:
         if not classes:
             # DeepSpeed before 0.19.5 has no operator for pinned memory: it asks its handles of files for that.
             continue
-        part = Part(module.__name__, replaces)
+        part = InstalledPart(module.__name__, replaces)
         for package in _builder_packages():
             part.set_item(package.builder.OpBuilder._loaded_ops, module.__name__, module)
         if module is pin_memory:
@@ -146,14 +146,14 @@ def _operators() -> Iterator[Part]:
 
     if not _can_compile():
         # DeepSpeed raises where it finds that it cannot; gloo carries on alone.
-        part = Part("gloo", "compiled collectives, which need ninja and a compiler")
+        part = InstalledPart("gloo", "compiled collectives, which need ninja and a compiler")
         _set_compatible(part, _builders("ShareMemCommBuilder"), False)
         yield part
 
     _forget_compatible()
 
 
-def _set_compatible(part: Part, classes: list[type], value: bool) -> None:
+def _set_compatible(part: InstalledPart, classes: list[type], value: bool) -> None:
     """Have builders say whether their modules can be used here, and DeepSpeed know it if it has asked before."""
     operators = importlib.import_module("deepspeed.ops")
     for cls in classes:
@@ -181,10 +181,10 @@ class _LargerPart:
     name: str
     replaces: str
     unknown: Callable[[], list[str]]
-    apply: Callable[[Part], None]
+    apply: Callable[[InstalledPart], None]
 
 
-def _memory(version: str, streaming: bool) -> Iterator[Part]:
+def _memory(version: str, streaming: bool) -> Iterator[InstalledPart]:
     """Replace the parts of ZeRO-3 that hold memory: swappers, gradients and, if `streaming`, the optimizer's step.
 
     Each part needs those before it. From the first whose code is not known, all stay as they are in DeepSpeed.
@@ -216,7 +216,7 @@ def _memory(version: str, streaming: bool) -> Iterator[Part]:
         if unknown:
             _warn_of_parts(version, [part.name for part in larger[index:]], unknown)
             return
-        part = Part(of_version.name, of_version.replaces)
+        part = InstalledPart(of_version.name, of_version.replaces)
         of_version.apply(part)
         yield part
 
@@ -233,7 +233,7 @@ def _unknown_to_pools() -> list[str]:
     ]
 
 
-def _apply_pools(part: Part) -> None:
+def _apply_pools(part: InstalledPart) -> None:
     from deepspeed.runtime.swap_tensor import optimizer_utils
     from deepspeed.runtime.zero import partition_parameters
 
@@ -251,7 +251,7 @@ def _unknown_to_gradients() -> list[str]:
     return versions.unknown(stage3, gradients.Optimizer.__name__, list(gradients.METHODS))
 
 
-def _apply_gradients(part: Part) -> None:
+def _apply_gradients(part: InstalledPart) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from memascend.integrations.deepspeed import gradients
@@ -276,7 +276,7 @@ def _unknown_to_streaming() -> list[str]:
     return versions.unknown(stage3, streaming.Optimizer.__name__, list(streaming.METHODS))
 
 
-def _apply_streaming(part: Part) -> None:
+def _apply_streaming(part: InstalledPart) -> None:
     from deepspeed.runtime.zero import stage3
 
     from memascend.integrations.deepspeed import streaming
@@ -295,7 +295,7 @@ def _unknown_to_loading() -> list[str]:
     return versions.unknown(engine, "DeepSpeedEngine", list(checkpoints.METHODS))
 
 
-def _apply_loading(part: Part) -> None:
+def _apply_loading(part: InstalledPart) -> None:
     from deepspeed.runtime import engine
 
     from memascend.integrations.deepspeed import checkpoints

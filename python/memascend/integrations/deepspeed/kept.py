@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Kept:
+class ResidentChunk:
     """A chunk's masters and moments, and the files that they belong to."""
 
     states: list[torch.Tensor]
@@ -36,18 +36,18 @@ class KeptStates:
         """Begin without chunks."""
         #: Bytes that may be kept.
         self.room_bytes = 0
-        self._chunks: dict[tuple[str, int], Kept] = {}
+        self._chunks: dict[tuple[str, int], ResidentChunk] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks."""
         return sum(state.nbytes for chunk in self._chunks.values() for state in chunk.states)
 
-    def add(self, name: str, chunk: Kept) -> None:
+    def add(self, name: str, chunk: ResidentChunk) -> None:
         """Keep a chunk of the sub-group of that name from now on."""
         self._chunks[name, chunk.start] = chunk
 
-    def get(self, name: str, start: int) -> Kept | None:
+    def get(self, name: str, start: int) -> ResidentChunk | None:
         """Return the chunk of a sub-group that begins at element `start`, if it is kept."""
         return self._chunks.get((name, start))
 
@@ -76,7 +76,7 @@ class KeptStates:
         for chunk in self._of(name):
             chunk.is_current, chunk.is_written = False, True
 
-    def _of(self, name: str | None) -> list[Kept]:
+    def _of(self, name: str | None) -> list[ResidentChunk]:
         return [chunk for (owner, _), chunk in self._chunks.items() if name in (None, owner)]
 
 

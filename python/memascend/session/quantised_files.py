@@ -23,11 +23,9 @@ import torch
 
 from memascend._memascend import PAGE_BYTES, ExternalFile, Packing
 from memascend.errors import CheckpointError
-from memascend.formats.quantised.quantising import NF4, dynamic_code, quantise_scales, to_bytes, to_four_bits
-from memascend.formats.quantised.tensors import PIECE_ELEMENTS
-from memascend.layout.bits import BLOCK, NESTED_BLOCK, parts_of
+from memascend.layout.bits import BLOCK, NESTED_BLOCK, PIECE_ELEMENTS, parts_of
+from memascend.layout.quantising import NF4, dynamic_code, quantise_scales, to_bytes, to_four_bits
 from memascend.layout.units import round_up
-from memascend.session.frozen_bits import Quantising
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -193,6 +191,3 @@ def _source(place: ParameterEntry, at: _Written, file: ExternalFile) -> tuple[Ex
         nested = NESTED_BLOCK, (file, at.factors), dynamic_code().tolist(), at.offset
         packing = Packing.four_bits(BLOCK[4], NF4, (file, at.scales), nested)
     return file, at.numbers, place.nbytes, packing
-
-
-Quantising.beside = staticmethod(quantise_beside)

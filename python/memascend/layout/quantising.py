@@ -39,7 +39,7 @@ _PARTS = 65536
 _LEAST = 1e-38
 
 
-class Scales(NamedTuple):
+class NestedScales(NamedTuple):
     """Scales that are quantised too: `numbers[scales] * factors + offset`, a factor for each `NESTED_BLOCK`."""
 
     scales: torch.Tensor
@@ -82,11 +82,11 @@ def to_bytes(values: torch.Tensor, block: int = BLOCK[8]) -> tuple[torch.Tensor,
     return numbers.view(-1)[: len(flat)], scales.view(-1)
 
 
-def quantise_scales(scales: torch.Tensor) -> Scales:
+def quantise_scales(scales: torch.Tensor) -> NestedScales:
     """Quantise the scales of all blocks of a weight in four bits."""
     offset = scales.mean()
     numbers, factors = to_bytes(scales - offset, NESTED_BLOCK)
-    return Scales(numbers, factors, float(offset))
+    return NestedScales(numbers, factors, float(offset))
 
 
 def _finite(scales: torch.Tensor) -> torch.Tensor:
