@@ -202,9 +202,9 @@ def train(run: Run, rank: int = 0) -> Found:
     if run.compiled_adam and run.tiers:
         use_compiled_adam()
     if run.slots:
-        from memascend.integrations.deepspeed import streaming
+        from memascend.integrations.deepspeed import streaming_step
 
-        streaming.slots = lambda sub_groups: run.slots
+        streaming_step.slots = lambda sub_groups: run.slots
     before = memory("VmRSS")
     found = Found([], [])
     torch.manual_seed(0)
