@@ -98,17 +98,17 @@ class Whole:
     """A run that nothing ended, in `out` beside its model, and the seconds that it took in a process of its own."""
 
     room: Path
-    flags: list[str]
+    chosen: dict[str, Any]
     seconds: float = 0.0
 
     def words(self, folder: Path) -> list[str]:
         """Return the command of the same run in `folder`."""
-        return [*words_of(self.room / "llama", folder / "out", folder / "store", **SHORT), *self.flags]
+        return words_of(self.room / "llama", folder / "out", folder / "store", **SHORT | self.chosen)
 
 
 @pytest.fixture(scope="module", params=["sft", "orpo"])
 def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Whole:
-    run = Whole(tmp_path_factory.mktemp("whole"), [])
+    run = Whole(tmp_path_factory.mktemp("whole"), {})
     if request.param == "sft":
         tiny_models.llama_directory(run.room, hidden=64)
     else:
@@ -116,7 +116,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         chat_models.folder_of(run.room / "llama")
         rows = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(3 * n)} for n in range(8)]
         (run.room / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        run.flags = ["--task", request.param, "--data", str(run.room / "rows.jsonl")]
+        run.chosen = {"task": request.param, "data": run.room / "rows.jsonl"}
     with faults.Child(run.room, command, ["--version"]) as child:
         child.wait()  # from here on processes begin at once
     begun = time.monotonic()

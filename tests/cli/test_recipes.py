@@ -152,8 +152,8 @@ def taken(room: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("task", "others"),
-    [("orpo", []), ("dpo", ["--lora-rank", "4"]), ("classify", ["--eval", "0.25", "--eval-steps", "2"])],
-    ids=["orpo", "adapters", "evaluated"],
+    [("classify", ["--eval", "0.25", "--eval-steps", "2"]), ("dpo", ["--lora-rank", "4"]), ("orpo", [])],
+    ids=["evaluated", "adapters", "orpo"],
 )
 def test_a_task_goes_on_after_every_kind_of_end(
     room: Path, capfd: pytest.CaptureFixture[str], task: str, others: list[str]
