@@ -8,10 +8,13 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import chat_models
 import faults
 import pytest
+import requirements
 import tiny_models
 from commands import command, listing, words_of
 
@@ -25,6 +28,8 @@ STEPS = 40
 #: Instants at which each signal ends a run: one, and ten in `make soak`.
 INSTANTS = -(-int(os.environ.get("MEMASCEND_KILLS", "6")) // 6)
 SHORT: dict[str, Any] = {"steps": 12, "batch_size": 1}
+#: Files of a model directory that name its place.
+_OF_ITS_OWN = {"metrics.jsonl", "training_args.bin"}
 
 
 @pytest.fixture
@@ -88,32 +93,52 @@ def test_it_goes_on_after_every_kind_of_end(model_dir: Path, capfd: pytest.Captu
     assert not [path.name for path in room.iterdir() if path.name.startswith(".out")]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+@dataclass
+class Whole:
     """A run that nothing ended, in `out` beside its model, and the seconds that it took in a process of its own."""
-    room = tmp_path_factory.mktemp("whole")
-    run = words_of(tiny_models.llama_directory(room, hidden=64), room / "out", room / "store", **SHORT)
-    with faults.Child(room, command, ["--version"]) as child:
+
+    room: Path
+    chosen: dict[str, Any]
+    seconds: float = 0.0
+
+    def words(self, folder: Path) -> list[str]:
+        """Return the command of the same run in `folder`."""
+        return words_of(self.room / "llama", folder / "out", folder / "store", **SHORT | self.chosen)
+
+
+@pytest.fixture(scope="module", params=["sft", "orpo"])
+def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Whole:
+    run = Whole(tmp_path_factory.mktemp("whole"), {})
+    if request.param == "sft":
+        tiny_models.llama_directory(run.room, hidden=64)
+    else:
+        requirements.package("trl", "datasets")
+        chat_models.folder_of(run.room / "llama")
+        rows = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(3 * n)} for n in range(8)]
+        (run.room / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.chosen = {"task": request.param, "data": run.room / "rows.jsonl"}
+    with faults.Child(run.room, command, ["--version"]) as child:
         child.wait()  # from here on processes begin at once
     begun = time.monotonic()
-    with faults.Child(room, command, run) as child:
+    with faults.Child(run.room, command, run.words(run.room)) as child:
         assert child.wait().code == 0, child.told()
-    return room, time.monotonic() - begun
+    run.seconds = time.monotonic() - begun
+    return run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_ended_at_any_instant_it_comes_to_the_same_end(whole: tuple[Path, float], number: signal.Signals) -> None:
+def test_ended_at_any_instant_it_comes_to_the_same_end(whole: Whole, number: signal.Signals) -> None:
     """The same command with --resume, also where the signal came before the first step, or after the last."""
-    room, seconds = whole
     seed = os.environ.get("MEMASCEND_SEED", "0")
     chance = random.Random(f"{seed} {number.name}")
     codes = []
+    expected = listing(whole.room / "out")
     for instant in range(INSTANTS):
-        folder = room / f"{number.name}-{instant}"
+        folder = whole.room / f"{number.name}-{instant}"
         folder.mkdir()
-        again = [*words_of(room / "llama", folder / "out", folder / "store", **SHORT), "--resume"]
-        after = chance.uniform(0, seconds)
-        with faults.Child(room, command, again) as child:
+        again = [*whole.words(folder), "--resume"]
+        after = chance.uniform(0, whole.seconds)
+        with faults.Child(whole.room, command, again) as child:
             end = time.monotonic() + after
             while child.alive() and time.monotonic() < end:
                 time.sleep(0.001)
@@ -123,13 +148,13 @@ def test_ended_at_any_instant_it_comes_to_the_same_end(whole: tuple[Path, float]
         told = f"seed {seed}, {number.name} {instant} after {after:.3f} s"
         codes.append(ended.code)
         assert ended.code in (0, -number, 128 + number) and "Traceback" not in ended.err, f"{told}: {ended.err}"
-        with faults.Child(room, command, again) as child:
+        with faults.Child(whole.room, command, again) as child:
             ended = child.wait()
         assert ended.code == 0, f"{told}: {ended.err}"
-        files = {name for name in listing(room / "out") if name != "metrics.jsonl"}
-        assert {name for name in listing(folder / "out") if name != "metrics.jsonl"} == files, told
-        for name in files:
-            assert (folder / "out" / name).read_bytes() == (room / "out" / name).read_bytes(), f"{told}: {name}"
+        written = listing(folder / "out")
+        assert written.keys() == expected.keys(), told
+        for name in written.keys() - _OF_ITS_OWN:
+            assert written[name] == expected[name], f"{told}: {name}"
         taken = [one["step"] for one in records(folder / "out" / "metrics.jsonl") if one["record"] == "step"]
         assert taken == list(range(1, SHORT["steps"] + 1)), told
         shutil.rmtree(folder)

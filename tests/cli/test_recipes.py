@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import faults
@@ -13,7 +14,7 @@ import requirements
 import torch
 from bit_equality import differing
 from chat_models import folder_of, tokenizer
-from commands import command
+from commands import command, listing
 from safetensors.torch import load_file
 from trainer_runs import weights
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainingArguments, set_seed
@@ -38,6 +39,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "reward": [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in PAIRS],
     "classify": [{"text": f"{n}+{n}={2 * n + n % 2}", "label": "wrong" if n % 2 else "right"} for n in range(8)],
 }
+#: Of runs that are ended before: long beside the time that a look at their metrics takes.
+STEPS = 16
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -128,21 +131,97 @@ def test_what_is_there_is_not_replaced(room: Path, capfd: pytest.CaptureFixture[
     assert (room / "out").read_text() == "mine"
 
 
-def test_a_killed_task_goes_on_to_the_same_bits(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    chosen = words(room, "orpo", steps=12)
+def end_by(number: signal.Signals, chosen: list[str], room: Path, steps: int = 2) -> faults.Ended:
+    """Run a command, and end it by a signal after so many more steps."""
     metrics = room / "out" / "metrics.jsonl"
+    before = taken(room) if metrics.exists() else []
     with faults.Child(room, command, chosen) as child:
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        while not metrics.exists() or len(taken(room)) < len(before) + steps:
             assert child.alive(), child.wait().err
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    assert main.main(chosen) == main.BAD_INPUT
+            time.sleep(0.005)
+        os.kill(child.pid, number)
+        return child.wait()
+
+
+def taken(room: Path) -> list[int]:
+    """Return the steps in the metrics file, those lines that are whole."""
+    lines = (room / "out" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [record["step"] for record in records if record["record"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("task", "others"),
+    [("classify", ["--eval", "0.25", "--eval-steps", "2"]), ("dpo", ["--lora-rank", "4"]), ("orpo", [])],
+    ids=["evaluated", "adapters", "orpo"],
+)
+def test_a_task_goes_on_after_every_kind_of_end(
+    room: Path, capfd: pytest.CaptureFixture[str], task: str, others: list[str]
+) -> None:
+    """Ended by SIGTERM, SIGKILL and Ctrl-C in turn, a task ends with the bits of the run that nothing ended."""
+    again = [*words(room, task, *others, steps=STEPS), "--resume"]
+    name = "adapter_model.safetensors" if "--lora-rank" in others else "model.safetensors"
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
+        ended = end_by(number, again, room)
+        assert ended.code == (-number if number == signal.SIGKILL else 128 + number), ended.err
+        assert "Traceback" not in ended.err
+        if number != signal.SIGKILL:
+            assert f"holds the model after step {taken(room)[-1]}" in ended.err
+            assert f"holds the run after step {taken(room)[-1]}: --resume goes on" in ended.err
+            assert json.loads((room / "out" / "interrupted.json").read_text())["steps"] == taken(room)[-1]
+        assert (room / "out" / name).is_file()  # The model so far stays through SIGKILL.
+    assert main.main(again[:-1]) == main.BAD_INPUT
     assert "--resume" in capfd.readouterr().err
-    assert main.main([*chosen, "--resume"]) == 0, capfd.readouterr().err
-    assert main.main([*chosen, "--resume"]) == 0
+    assert main.main(again) == 0, capfd.readouterr().err
+    assert main.main(again) == 0
     assert "the run has finished" in capfd.readouterr().out
-    assert main.main(words(room, "orpo", out="whole", steps=12)) == 0
+    assert main.main(words(room, task, *others, out="whole", steps=STEPS)) == 0
+    assert not differing(load_file(room / "out" / name), load_file(room / "whole" / name))
+    assert listing(room / "out").keys() == listing(room / "whole").keys()
+    assert taken(room) == list(range(1, STEPS + 1))
+
+
+def test_a_resumed_task_needs_the_options_that_it_had(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kept = ["--keep-store"]
+    assert main.main(words(room, "orpo", *kept, steps=2)) == 0
+    for changed, told in (
+        (["--lr", "1e-3"], "--lr is 0.001, but the run in the store has 0.01: --resume needs the same, and --resume"),
+        (["--trainer-options", "beta=0.3"], "--trainer-options is {'beta': 0.3}, but the run in the store has {}"),
+        (["--seed", "1"], "--seed is 1, but"),
+    ):
+        refused = [*words(room, "orpo", *kept, *changed, out="other", steps=2), "--resume"]
+        assert main.main(refused) == main.BAD_INPUT
+        assert told in capfd.readouterr().err and not (room / "other").exists()
+    # A batch of another size would begin elsewhere in the data.
+    refused = [*words(room, "orpo", *kept, "--grad-accum", "1", out="other", steps=2), "--resume", "--change"]
+    assert main.main(refused) == main.BAD_INPUT
+    assert "--grad-accum is 1, but the run in the store has 2: --resume needs the same\n" in capfd.readouterr().err
+    (room / "dpo.jsonl").write_text((room / "orpo.jsonl").read_text() * 2)
+    refused = words(room, "orpo", *kept, "--resume", out="other", steps=2)
+    assert main.main([word.replace("orpo.jsonl", "dpo.jsonl") for word in refused]) == main.BAD_INPUT
+    assert "the data is not that of the run in the store" in capfd.readouterr().err
+    sft = ["finetune", str(room / "model"), "--data", str(room / "dpo.jsonl"), "--out", str(room / "other"), "--resume"]
+    assert main.main([*sft, "--store", str(room / "store"), "--host-memory", "64MiB"]) == main.BAD_INPUT
+    assert "holds a run of another trainer" in capfd.readouterr().err
+
+
+def test_a_task_goes_on_with_changed_options(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.main(words(room, "orpo", "--keep-store", steps=2)) == 0
+    longer = [*words(room, "orpo", "--keep-store", steps=4), "--resume", "--change"]
+    assert main.main(longer) == 0, capfd.readouterr().err
+    assert "note: --steps 2 -> 4: 4 steps in all" in capfd.readouterr().err
+    assert taken(room) == [1, 2, 3, 4]
+    assert main.main([*words(room, "orpo", out="whole", steps=4), "--replace-store"]) == 0
     assert not differing(written(room), written(room, "whole"))
+
+
+def test_a_task_goes_on_with_another_rate(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.main(words(room, "orpo", "--keep-store", steps=2)) == 0
+    other = [*words(room, "orpo", "--keep-store", "--lr", "1e-3", steps=3), "--resume", "--change"]
+    assert main.main(other) == 0, capfd.readouterr().err
+    assert "note: --lr 0.01 -> 0.001: from step 3 on" in capfd.readouterr().err
+    records = map(json.loads, (room / "out" / "metrics.jsonl").read_text().splitlines())
+    assert [one["lr"] for one in records if one["record"] == "step"] == [1e-2, 1e-2, 1e-3]
 
 
 @pytest.mark.parametrize(
@@ -185,15 +264,3 @@ def test_data_that_does_not_fit_is_named(
     assert main.main(words(room, "dpo")) == main.BAD_INPUT
     err = capfd.readouterr().err
     assert told in err and "dpo.jsonl" in err, err
-
-
-def test_an_interrupt_keeps_the_last_step(room: Path) -> None:
-    chosen = words(room, "orpo", steps=200)
-    metrics = room / "out" / "metrics.jsonl"
-    with faults.Child(room, command, chosen) as child:
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
-            assert child.alive(), child.wait().err
-        os.kill(child.pid, signal.SIGINT)
-        ended = child.wait()
-    assert ended.code == 130 and "--resume goes on" in ended.err and "Traceback" not in ended.err
-    assert (room / "store").exists(), ended.err

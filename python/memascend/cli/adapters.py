@@ -225,16 +225,22 @@ def last_checkpoint(settings: Settings) -> Path | None:
     """Return the last checkpoint that is whole, or None. Those after it, which are not, are deleted."""
     if not has_checkpoints(settings) or not checkpoints_of(settings).is_dir():
         return None
-    found = {
-        int(named[1]): path
-        for path in checkpoints_of(settings).iterdir()
-        if (named := _CHECKPOINT.fullmatch(path.name))
-    }
-    for _, path in sorted(found.items(), reverse=True):
-        if (path / _PROGRESS).is_file():
+    for path in reversed(checkpoints_in(checkpoints_of(settings))):
+        if is_whole(path):
             return path
         shutil.rmtree(path)
     return None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, whole or not, the first one first."""
+    found = {int(named[1]): path for path in folder.iterdir() if (named := _CHECKPOINT.fullmatch(path.name))}
+    return [path for _, path in sorted(found.items())]
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether all of a checkpoint was written."""
+    return (checkpoint / _PROGRESS).is_file()
 
 
 def recorded(checkpoint: Path) -> tuple[dict[str, Any], int]:

@@ -241,7 +241,11 @@ def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
         return ({}, 0) if checkpoint is None else adapters.recorded(checkpoint)
     if not memascend.can_resume(settings.store):
         return {}, 0
-    return _recorded(read_record(paths_of(list(settings.store)))["tracked"])
+    tracked = read_record(paths_of(list(settings.store)))["tracked"]
+    if Training.NAME not in tracked and Position.NAME in tracked:
+        where = ", ".join(map(str, settings.store))
+        raise DataError(f"{where} holds a run of another trainer: go on with that, or give another --store")
+    return _recorded(tracked)
 
 
 def _recorded(tracked: dict[str, Any]) -> tuple[dict[str, Any], int]:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from memascend.common.interrupts import Interrupts
     from memascend.ranks.group import Ranks
 
-#: The names of schedules that are others in transformers.
-_SCHEDULES = {"constant": "constant_with_warmup"}
+#: The names of schedules that are others in transformers, whose "constant" leaves out the warm-up.
+SCHEDULES = {"constant": "constant_with_warmup"}
 #: Messages of backends where another process is gone.
 _CONNECTION = re.compile(r"gloo|[Cc]onnection|Broken pipe|[Tt]imed out")
 #: Evaluations of a run, without --eval-steps.
@@ -132,7 +132,7 @@ class Training:
             per_step = before["batch_size"] * before["grad_accum"] * before.get("processes", 1)
             self._position = DataPosition(result.steps, self._position.sequence(result.steps, per_step))
         result.steps_planned = self.steps = self._position.length(self.settings, len(self.blocks))
-        for line in effects(self.changes, result.steps, self._position, self.steps, self.blocks):
+        for line in effects(self.changes, result.steps, self.steps, self._position, self.blocks):
             note(line)
         # Where an interrupted run has put its metrics, or a killed one.
         before = Path(state["records"])
@@ -231,7 +231,7 @@ class Training:
             remove_unused_columns=False,
             label_names=["labels"],
             learning_rate=settings.lr,
-            lr_scheduler_type=_SCHEDULES.get(settings.schedule, settings.schedule),
+            lr_scheduler_type=SCHEDULES.get(settings.schedule, settings.schedule),
             warmup_steps=settings.warmup_steps,
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.max_grad_norm,

@@ -104,11 +104,12 @@ class TrainerMixin(CheckpointsMixin):
                     )
                 if model is None:
                     raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
-                model, optimizers = open_model(model, args, self._opened_as)
+                opened, optimizers = open_model(model, args, self._opened_as)
+                # A run that was resumed stays; a store that was made for this goes.
+                on_failure.callback(offload_of(opened).close, failed=bool(optimizers))
+                model = self._around(opened, model)
                 self._weights_replaced = bool(optimizers)
                 bound.arguments["model"] = model
-                # A run that was resumed stays; a store that was made for this goes.
-                on_failure.callback(offload_of(model).close, failed=bool(optimizers))
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is None and self._tells_of_memory:
                 _log.warning(
@@ -148,6 +149,10 @@ class TrainerMixin(CheckpointsMixin):
                 self.accelerator.scaler = GradScaler(self.args.device.type)
             if self._run_found and self.optimizer is None:
                 self.optimizer = _only(optimizers)
+
+    def _around(self, model: nn.Module, given: Any) -> nn.Module:
+        """Return the module that is trained, around the model that was opened as `given` says."""
+        return model
 
     @property
     def _keeps_log(self) -> bool:

@@ -114,7 +114,7 @@ def add_finetune(subcommands: Any) -> None:
     text = (
         "with --resume: go on with other --steps, --epochs, --lr, --warmup-steps, --schedule, --batch-size, "
         "--micro-batch-size, --tile-tokens, --grad-accum, --max-grad-norm or --weight-decay than before; a line for "
-        "each says what that does"
+        "each says what that does (with --task dpo and the others of trainers: not the sizes of batches and tiles)"
     )
     add("--change", text, action="store_true")
     add_durability(paths.add_argument)

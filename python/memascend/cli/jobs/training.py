@@ -6,11 +6,10 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import memascend
 from memascend.cli import distributed
 from memascend.cli.console import quiet_libraries, show_plans
 from memascend.cli.ended import finished_steps
-from memascend.cli.errors import BAD_INPUT, SIGNALLED, tell
+from memascend.cli.errors import BAD_INPUT, SIGNALLED, note, tell
 from memascend.cli.hub import model_directory
 from memascend.cli.lora import lone_option, rank_of
 from memascend.cli.recipes.conflicts import conflict_of_task, parsed
@@ -100,20 +99,26 @@ def finetune(chosen: argparse.Namespace) -> int:
 
 def _recipe(task: Task, settings: Settings, trainer_options: list[str]) -> int:
     """Have a trainer carry out a task, and say what was written."""
-    from memascend.cli.recipes.run import run, steps_of_finished  # Imports transformers' Trainer.
+    from memascend.cli.recipes.record import is_kept  # Imports transformers' Trainer.
+    from memascend.cli.recipes.run import run, steps_of_finished
 
-    if settings.resume and (steps := steps_of_finished(settings.out)) is not None:
+    if settings.resume and not settings.change and (steps := steps_of_finished(settings.out)) is not None:
         print(f"the run has finished: {settings.out} holds the model after {steps} steps")
         return 0
+    where = settings.out if settings.lora_rank else ", ".join(map(str, settings.store))
     try:
-        steps = run(task, settings, parsed(trainer_options))
+        outcome = run(task, settings, parsed(trainer_options))
     except KeyboardInterrupt as interrupt:
-        kept = memascend.can_resume([str(path) for path in settings.store])
-        goes_on = "the store keeps the last durable step, and the same command with --resume goes on with it"
-        tell(f"interrupted: {goes_on if kept else 'before a step was durable'}")
+        goes_on = f"{where} keeps the last durable step, and the same command with --resume goes on with it"
+        tell(f"interrupted: {goes_on if is_kept(settings) else 'before a step was durable'}")
         return SIGNALLED + getattr(interrupt, "signal_number", 2)
-    print(f"wrote {settings.out}: --task {task.name}, {steps} steps")
-    if task.name not in ("reward", "classify"):
+    if outcome.signal_number is not None:
+        if is_kept(settings):
+            note(f"{where} holds the run after step {outcome.steps}: --resume goes on with it")
+        tell(f"interrupted: {settings.out} holds the model after step {outcome.steps}")
+        return SIGNALLED + outcome.signal_number
+    print(f"wrote {settings.out}: --task {task.name}, {outcome.steps} steps")
+    if task.name not in ("reward", "classify", "embed"):
         print(f"talk with it: memascend chat {shlex.quote(str(settings.out))}")
     return 0
 

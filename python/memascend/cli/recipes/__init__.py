@@ -1,1 +1,1 @@
-"""Recipes of `memascend finetune --task` that a trainer of TRL or transformers carries out, over an offloaded model."""
+"""Recipes of `memascend finetune --task` that a trainer of another library carries out, over an offloaded model."""

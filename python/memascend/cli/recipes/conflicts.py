@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 #: Settings of the command's own loop and data, with their flags.
 _OWN_LOOP = {
     "in_memory": "--in-memory",
-    "change": "--change",
     "metrics": "--metrics",
     "weights": "--weights",
     "bytes": "--bytes",
@@ -52,8 +51,10 @@ def conflict_of_task(task: str | None, settings: Settings, trainer_options: Sequ
         return f"--task {task} trains in one process: start it without a launcher"
     if settings.device not in (None, "cuda", "cuda:0"):
         return f"--task {task} computes on the first device: give --device cuda, with CUDA_VISIBLE_DEVICES for another"
-    if settings.lora_rank and not found.adapts:
-        return f"--task {task} trains a new head with the model: leave out --lora-rank"
+    if task == "embed" and settings.tokenizer is not None:
+        return "--task embed takes the tokenizer of MODEL_DIR: leave out --tokenizer"
+    if settings.lora_rank and found.whole:
+        return f"--task {task} {found.whole}: leave out --lora-rank"
     return None
 
 

@@ -33,7 +33,8 @@ def load_rows(flag: str, paths: Sequence[Path], task: Task) -> Any:
                 f"{', '.join(task.columns)}{' and, if given, ' + ', '.join(task.others) if task.others else ''}; these "
                 f"have {', '.join(rows.column_names)}"
             )
-        wanted = [name for name in rows.column_names if name in task.columns + task.others]
+        # In this order: sentence-transformers goes by it.
+        wanted = [name for name in task.columns + task.others if name in rows.column_names]
         parts.append(rows.select_columns(wanted))
     rows = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     if not len(rows):
