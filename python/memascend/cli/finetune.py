@@ -260,7 +260,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.lora_rank:
         trained = adapters.memory_bytes(model, Adapters.of(settings))
         model.requires_grad_(False)
-    units = divided(model, gradients=settings.gradients, ranks=settings.processes, experts=settings.experts)
+    asked = settings.gradients, settings.processes, settings.experts, settings.update
+    units = divided(model, False, *asked)
     if settings.base_bits:
         quantise_units(model, units, settings.base_bits)
     chosen = (settings.optimizer, settings.states, settings.master)
