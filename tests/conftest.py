@@ -106,6 +106,12 @@ def offloaded(store: Path) -> Iterator[Callable[..., nn.Module]]:
         memascend.close(model)
 
 
+@pytest.fixture
+def small_experts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have small experts be read one by one where that is asked for, although it takes more memory."""
+    monkeypatch.setattr("memascend.memory_plan.experts.take_less", lambda *_: True)
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_cuda.build(tmp_path_factory.mktemp("cudart"))

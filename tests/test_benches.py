@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHES))
 
 import _gpu_child  # noqa: E402
 import _gpu_tables  # noqa: E402
+import dequantise  # noqa: E402
 import pool  # noqa: E402
 import ranks  # noqa: E402
 import timeline  # noqa: E402
@@ -265,3 +266,27 @@ def test_a_replay_of_the_pool_fetches_and_holds_as_much_as_the_training(
     same = pool.replay(recorder.events, facts["narrow"], facts["budget"], 1.0, tmp_path)
     assert same["fetches"] == facts["fetches"] and same["live_bytes_at_peak"] == facts["peak"]
     assert {line["consumer"] for line in same["consumers"]} >= {"weights of transformer.wte", "update pipeline"}
+
+
+def test_dequantisation_is_measured_beside_a_copy_and_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "dequantise.json"
+    words = ["--rows", "128", "--width", "256", "--repeats", "2", "--dir", tmp_path, "--json", out]
+    monkeypatch.setattr(sys, "argv", ["dequantise.py", *map(str, words)])
+    assert dequantise.main() == 0
+    told = json.loads(out.read_text())
+    rows = {row["form"]: row for row in told["rows"]}
+    assert list(rows) == list(dequantise.forms(128, 256)) and str(tmp_path) not in out.read_text()
+    assert list(tmp_path.iterdir()) == [out] and "| nf4 | 0.516 |" in capsys.readouterr().out
+    for row in rows.values():
+        assert row["bytes"] == 2 * 128 * 256 and row["cached_of_copy"] > 0
+        assert row["cached_out_gb_s"] * row["stored_bytes"] == pytest.approx(row["cached_in_gb_s"] * row["bytes"])
+    # NF4 with double quantisation: half a byte, a byte for 64 and four for 64 x 256; groups of 128 with zeros.
+    assert rows["nf4"]["bytes_a_weight"] == pytest.approx(0.5 + 1 / 64 + 4 / 64 / 256, rel=1e-3)
+    assert rows["gptq"]["bytes_a_weight"] == 0.5 + 2 / 128 + 0.5 / 128
+    slow = {"form": "nf4", "cached_of_drive": 0.99}
+    assert dequantise.faults([slow, slow | {"form": "awq", "cached_of_drive": 1.0}]) == [
+        "nf4: 0.99 of the drive's rate, not 1.0"
+    ]
+    assert len(dequantise.faults([{"form": "bf16"}, {"form": "nf4"}])) == 1

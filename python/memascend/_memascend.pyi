@@ -314,6 +314,7 @@ class Packing:
         scales: tuple[ExternalFile, int],
         format: str = "float32",
         step: float = 1.0,
+        zeros: tuple[ExternalFile, int] | None = None,
     ) -> Packing: ...
     @staticmethod
     def four_bits(
@@ -336,9 +337,13 @@ class Packing:
         zeros: tuple[ExternalFile, int],
         scales: tuple[ExternalFile, int],
         added: int | None,
+        bits: int = 4,
+        index: tuple[ExternalFile, int] | None = None,
     ) -> Packing: ...
     @staticmethod
     def bytes(block: int, code: Sequence[float], scales: tuple[ExternalFile, int]) -> Packing: ...
+    @property
+    def scratch_bytes(self) -> int: ...
 
 @final
 class FileEngine:

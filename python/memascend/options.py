@@ -159,7 +159,8 @@ class OffloadOptions:
     """How the experts of a mixture are read; the bits are the same either way. "whole": with their layer, which has to
     fit in memory. "pieces": one by one, those alone that tokens were routed to, so that the least `host_memory` is set
     by an expert and by the rest of a layer. Gradients of trained experts are made and put aside one by one too, and
-    updates pass through memory in chunks, whatever `update` says. It is for experts that transformers keeps fused, with
+    updates pass through memory in chunks, whatever `update` says. Experts that would take more memory so, because they
+    are many and small, are read with their layers. It is for experts that transformers keeps fused, with
     `experts_implementation` "grouped_mm" or "eager"; on the CPU, in one process, from the store. Memory beyond the
     least keeps a part of the experts. What needs all experts of a tensor at once (reading or writing it, adapters that
     are added to it later) takes it whole, beyond the budget, and a warning says so."""

@@ -6,7 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import small_mixtures
 import tiny_models
+from transformers import Qwen3MoeConfig
 
 from memascend.cli import main
 from memascend.cli.data_size import count_tokens
@@ -130,3 +132,39 @@ def test_adapters_write_nothing_and_keep_no_states(model_dir: Path, capfd: pytes
     assert "--lora-rank" in capfd.readouterr().err
     assert main.main(["plan", str(model_dir), "--lora-rank", "4", "--ranks", "2", "--seq-len", "64"]) == main.BAD_INPUT
     assert "--lora-rank works only in one process" in capfd.readouterr().err
+
+
+def test_the_plan_of_a_mixture_names_the_better_way_to_read_its_experts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a budget the one with the smaller least; within one, the one that moves fewer bytes."""
+    sizes = small_mixtures.DECODER | {"hidden_size": 1024, "num_experts": 16, "moe_intermediate_size": 512}
+    large = tmp_path / "large"
+    Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(large)
+    small = tmp_path / "small"
+    sizes |= {"moe_intermediate_size": 8, "hidden_size": 64, "num_experts": 64, "num_hidden_layers": 12}
+    Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(small)
+
+    def said(model: Path, *more: str) -> str:
+        (line,) = (line for line in lines(capfd, model, *more) if line.startswith("experts"))
+        return line
+
+    for asked in ("whole", "pieces"):
+        found = as_json(capfd, large, "--experts", asked)
+        compared = found["experts"]
+        assert compared["better"] == "pieces"
+        assert compared["pieces"]["smallest_bytes"] < compared["whole"]["smallest_bytes"]
+        assert compared[asked]["smallest_bytes"] == found["host_memory"]["total_bytes"]
+        traffic = found["ssd_traffic"]["planned"]
+        assert compared[asked]["step_bytes"] == sum(traffic[way]["total_bytes"] for way in ("read", "written"))
+        assert said(large, "--experts", asked).endswith("The better one is --experts pieces")
+    between = str((compared["pieces"]["smallest_bytes"] + compared["whole"]["smallest_bytes"]) // 2)
+    within = as_json(capfd, large, "--experts", "pieces", "--host-memory", between)["experts"]
+    assert within["whole"]["step_bytes"] is None and within["better"] == "pieces"
+    within = as_json(capfd, large, "--host-memory", str(compared["whole"]["smallest_bytes"]))["experts"]
+    assert within["whole"]["step_bytes"] < within["pieces"]["step_bytes"] and within["better"] == "whole"
+    found = as_json(capfd, small, "--experts", "pieces")
+    assert not found["experts"]["pieces"]["is_read_so"] and found["experts"]["better"] == "whole"
+    assert found["host_memory"] == as_json(capfd, small)["host_memory"]
+    assert "read with their layers" in said(small)
+    assert as_json(capfd, tiny_models.llama_directory(tmp_path / "dense", hidden=64))["experts"] is None

@@ -224,6 +224,7 @@ def test_traffic_and_plan_are_those_of_a_real_run(name, spare, accumulate, updat
     assert_measured(found, seen, fewer_reads=0.03 if update == "forward" else 0.1)
 
 
+@pytest.mark.usefixtures("small_experts_in_pieces")
 @pytest.mark.parametrize("spare", [0, 3 * 2**20, 2**30])
 def test_traffic_of_experts_that_are_read_and_trained_one_by_one(spare, tmp_path, offloaded):
     model = build(EXPERTS)

@@ -104,6 +104,7 @@ def test_it_is_what_an_offloaded_model_allocates(
     assert_near(simulate_step(config, Path(), dtype, work, in_memory=False), measure(model, work), near)
 
 
+@pytest.mark.usefixtures("small_experts_in_pieces")
 def test_gradients_of_experts_that_are_made_one_by_one(offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"] | {"vocab_size": 64, "num_experts": 32})
     work = Workload(64, 1, 1, experts="pieces")

@@ -20,6 +20,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import memascend
+from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS
 from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.config import load_bare_config, load_config
 from memascend.formats.quantised import forms, tensors
@@ -253,16 +254,13 @@ def test_training_is_that_of_the_dequantised_model_in_memory(
     memascend.close(resumed.model)
 
 
-#: Forms of compressed-tensors that are read in place.
-IN_PLACE = ("fp8-rows", "fp8-whole", "fp8-blocks", "int8", "int4", "nvfp4", "mxfp4")
-
-
 @pytest.mark.parametrize(
     "kind",
     [
-        *("fp8", "fp8-experts", "mxfp4", "mxfp4-all-powers", "awq", "gptq-4-in-order"),
+        *BY_THEMSELVES,
+        *(f"gptq-{bits}-in-order" for bits in (2, 4, 8)),
         *(f"bitsandbytes:{name}" for name in BITSANDBYTES),
-        *(f"compressed:{name}" for name in IN_PLACE),
+        *(f"compressed:{name}" for name in COMPRESSED),
     ],
 )
 def test_weights_read_in_place_are_those_of_the_library(
@@ -297,14 +295,29 @@ def test_many_pieces_of_many_blocks_are_read_in_place(tmp_path: Path, opened: Ca
     assert_same_weights(opened(directory, frozen="files"), weights_of(opened(directory, frozen="store")))
 
 
+def test_the_plan_has_the_zeros_and_scales_of_columns_in_any_order(
+    tmp_path: Path, opened: Callable[..., nn.Module]
+) -> None:
+    """They are in memory while a matrix is read, beside the window of each thread."""
+    beside = {}
+    for kind in ("gptq-4", "gptq-4-in-order"):
+        directory, _ = made(kind, tmp_path / kind)
+        stored = load_file(directory / models.WEIGHTS)
+        modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
+        largest = max(
+            sum(stored[f"{module}.{part}"].nbytes for part in ("qzeros", "scales", "g_idx")) for module in modules
+        )
+        windows = offload_of(opened(directory, frozen="files")).plan.windows
+        assert windows.count == FILE_WINDOWS
+        beside[kind] = (windows.nbytes - FILE_WINDOW_BYTES, largest)
+    assert beside["gptq-4"][0] == beside["gptq-4"][1] and beside["gptq-4-in-order"][0] == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        *(("gptq-4", "bfloat16"), ("gptq-8", "bfloat16"), ("fp8", "float32")),
-        *((f"compressed:{name}", "bfloat16") for name in COMPRESSED if name not in IN_PLACE),
-    ],
+    [(kind, "float32") for kind in ("fp8", "gptq-4", "compressed:int4-zeros", "compressed:int8-zeros")],
 )
-def test_other_forms_and_dtypes_are_not_read_in_place(
+def test_other_dtypes_are_not_read_in_place(
     kind: str, dtype: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
     directory, _ = made(kind, tmp_path / "model")

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("small_experts_in_pieces"),
+]
 
 
 def build(*of: Any, **changed: Any) -> Any:
@@ -61,6 +64,10 @@ def pieces(offloaded: Callable[..., nn.Module], model: nn.Module, **options: Any
     return offloaded(model, **{"host_memory": None, "experts": "pieces"} | options)
 
 
+def are_pieces(model: nn.Module) -> bool:
+    return any(unit.is_experts for unit in offload_of(model).units)
+
+
 def whole_uses(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "used as a whole" in record.getMessage()]
 
@@ -81,6 +88,7 @@ def test_adapters_train_with_the_bits_of_memory(
 ) -> None:
     expected = trained(adapt(build(architecture, implementation)))
     model = adapt(pieces(offloaded, build(architecture, implementation), recompute=recompute))
+    assert are_pieces(model)
     written = memascend.stats(model)["ssd_bytes_written"]
     assert_same(trained(model), expected)
     assert memascend.stats(model)["ssd_bytes_written"] == written
@@ -88,7 +96,9 @@ def test_adapters_train_with_the_bits_of_memory(
 
 def test_experts_that_get_all_tokens(offloaded: Callable[..., nn.Module]) -> None:
     expected = trained(adapt(build("llama4")))
-    assert_same(trained(adapt(pieces(offloaded, build("llama4")))), expected)
+    model = pieces(offloaded, build("llama4"))
+    assert are_pieces(model)
+    assert_same(trained(adapt(model)), expected)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
@@ -99,6 +109,7 @@ def test_experts_that_begin_within_pages(
     dtype = torch.float32 if autocast else torch.bfloat16
     expected = trained(adapt(build("qwen3_moe", implementation, dtype, **ODD)), autocast=autocast)
     model = adapt(pieces(offloaded, build("qwen3_moe", implementation, dtype, **ODD)))
+    assert are_pieces(model)
     assert_same(trained(model, autocast=autocast), expected)
 
 
@@ -328,8 +339,3 @@ def test_compiled_layers_are_refused(offloaded: Callable[..., nn.Module]) -> Non
     model = pieces(offloaded, build("qwen3_moe"))
     with pytest.raises(MemascendError, match="experts='whole' to compile"):
         model.model.layers[0].compile()
-
-
-def test_a_budget_that_is_too_small_names_pieces(offloaded: Callable[..., nn.Module]) -> None:
-    with pytest.raises(memascend.BudgetError, match="experts='pieces'"):
-        offloaded(build("qwen3_moe"), host_memory=1)

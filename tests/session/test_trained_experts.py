@@ -17,6 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import memascend
 from memascend.layout import tables
 from memascend.layout.units import partition
+from memascend.memory_plan import experts as planned_experts
 from memascend.memory_plan.host import make_plan, smallest_plan
 from memascend.session.api import offload_of
 from memascend.streaming.table_reads import TableReads
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Unit
 
+pytestmark = pytest.mark.usefixtures("small_experts_in_pieces")
 PIECES: dict[str, Any] = {"host_memory": None, "experts": "pieces"}
 #: So few tokens that most experts get none.
 FEW = {"rows": 1, "columns": 2}
@@ -87,6 +89,7 @@ def test_all_of_a_mixture_trains_with_the_bits_of_memory(
 ) -> None:
     expected = trained(build(architecture, implementation))
     model = offloaded(build(architecture, implementation), **PIECES)
+    assert any(unit.is_experts for unit in offload_of(model).units)
     assert_same(trained(model), expected)
     assert not any("used as a whole" in notice for notice in memascend.stats(model)["notices"])
 
@@ -264,6 +267,7 @@ def test_experts_that_are_frozen_and_trained_as_a_run_goes_on(offloaded: Callabl
 
 def interrupted(_pipe: Any, store: Path) -> None:
     """Train, and be killed within the third step."""
+    planned_experts.take_less = lambda *_: True  # as the fixture has it
     model = memascend.offload(build("gpt_oss"), store=store, keep_store=True, allocator="pageable", **PIECES)
     optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
     for number in range(2):

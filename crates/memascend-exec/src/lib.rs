@@ -22,7 +22,9 @@ pub use executor::{ArrivingUpdate, Executor, ResidentStates, Ticket, write_part}
 pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
 pub use in_flight::{InFlight, InFlightCounter, InFlightRead};
-pub use packing::{First, Mxfp4, Nested, Numbers, Packing, ScaleFormat, Scales, Stored, WordOrder, Words};
+pub use packing::{
+    First, Groups, Mxfp4, Nested, Numbers, Packing, ScaleFormat, Scales, Stored, WordOrder, Words, Zeros,
+};
 pub use staging::{STAGING_RESERVE, Staging};
 pub use stash::Stash;
 pub use update::{Address, Segment, UnitTensor, UnitWeights, UpdatePlane, UpdateTensor};

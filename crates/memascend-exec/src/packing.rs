@@ -7,14 +7,17 @@
 mod scales;
 mod transposed;
 mod words;
+mod zeros;
 
 pub use memascend_kernels::First;
 use memascend_kernels::{dequantise_bytes, dequantise_e4m3, dequantise_four_bits, dequantise_int8};
+use memascend_kernels::{dequantise_two_bits, dequantise_whole};
 use memascend_store::ExternalFile;
 
 pub use scales::{Nested, ScaleFormat, Scales, Stored};
 pub use transposed::Mxfp4;
-pub use words::{WordOrder, Words};
+pub use words::{Groups, WordOrder, Words};
+pub use zeros::Zeros;
 
 use crate::Result;
 
@@ -27,8 +30,8 @@ const BYTES_PIECE_ELEMENTS: usize = 1 << 19;
 /// Elements of a byte by rows in a piece, but for the end of the last row.
 const ROW_PIECE_ELEMENTS: usize = 1 << 19;
 
-/// The meaning of a byte of rows.
-#[derive(Debug, Clone, Copy)]
+/// The meaning of the bytes of rows.
+#[derive(Debug, Clone)]
 pub enum Numbers {
     /// FP8 (e4m3fn).
     E4m3,
@@ -37,6 +40,23 @@ pub enum Numbers {
         /// The factor.
         step: f32,
     },
+    /// Whole numbers of 2, 4 or 8 bits, the first one lowest, less a zero for each block.
+    Whole {
+        /// The bits.
+        bits: usize,
+        /// The zeros, by rows of blocks.
+        zeros: Zeros,
+    },
+}
+
+impl Numbers {
+    /// Numbers in a byte.
+    fn per_byte(&self) -> usize {
+        match self {
+            Self::E4m3 | Self::Int8 { .. } => 1,
+            Self::Whole { bits, .. } => 8 / bits,
+        }
+    }
 }
 
 /// How a part of a unit's weights, in bf16 there, is stored in its file.
@@ -46,9 +66,9 @@ pub enum Packing {
     Rows {
         /// Their meaning.
         numbers: Numbers,
-        /// Elements of a row.
+        /// Elements of a row, in whole bytes.
         width: usize,
-        /// Rows and columns of a block.
+        /// Rows and columns of a block, which begins with a byte.
         block: (usize, usize),
         /// The scales, by rows of blocks.
         scales: Scales,
@@ -94,8 +114,18 @@ impl Packing {
     /// Bytes that `elements` take in the file, without their scales.
     pub(crate) fn stored_bytes(&self, elements: usize) -> usize {
         match self {
-            Self::Rows { .. } | Self::Bytes { .. } => elements,
-            Self::FourBits { .. } | Self::Mxfp4(_) | Self::Words(_) => elements.div_ceil(2),
+            Self::Rows { numbers, .. } => elements / numbers.per_byte(),
+            Self::Bytes { .. } => elements,
+            Self::FourBits { .. } | Self::Mxfp4(_) => elements.div_ceil(2),
+            Self::Words(matrix) => matrix.stored_bytes(elements),
+        }
+    }
+
+    /// Bytes that a thread needs beside its window for a piece, where they are not few.
+    pub fn scratch_bytes(&self) -> usize {
+        match self {
+            Self::Words(matrix) => matrix.scratch_bytes(),
+            _ => 0,
         }
     }
 
@@ -131,16 +161,22 @@ impl Packing {
                 let top = first / width / rows;
                 let count = ((first + elements).div_ceil(*width)).div_ceil(*rows) - top;
                 let scales = scales.read(top * grid_width, count * grid_width, window)?;
-                let scale = |row: usize, column: usize| {
-                    scales[((first / width + row) / rows - top) * grid_width + column / columns]
+                let zeros = match numbers {
+                    Numbers::Whole { bits, zeros } => zeros.read(*bits, top, count, grid_width, window)?,
+                    _ => Vec::new(),
                 };
                 for at in 0..elements / width {
                     for column in (0..*width).step_by(*columns) {
                         let end = (column + columns).min(*width);
-                        let scale = scale(at, column);
-                        piece.unpack(at * width + column, at * width + end, 1, |dst, bytes| match numbers {
+                        let block = ((first / width + at) / rows - top) * grid_width + column / columns;
+                        let scale = scales[block];
+                        let (begin, end) = (at * width + column, at * width + end);
+                        piece.unpack(begin, end, numbers.per_byte(), |dst, bytes| match numbers {
                             Numbers::E4m3 => dequantise_e4m3(dst, bytes, scale),
                             Numbers::Int8 { step } => dequantise_int8(dst, bytes, scale, *step),
+                            Numbers::Whole { bits, zeros: of } => {
+                                dequantise_numbers(dst, bytes, *bits, of.flipped(), zeros[block], scale);
+                            }
                         });
                     }
                 }
@@ -169,6 +205,18 @@ impl Packing {
     }
 }
 
+/// Whole numbers of `bits`, less `zero`, times `scale`, to bf16. `flipped` is of numbers of a byte.
+fn dequantise_numbers(dst: &mut [u16], bytes: &[u8], bits: usize, flipped: u8, zero: f32, scale: f32) {
+    match bits {
+        2 => dequantise_two_bits(dst, bytes, &std::array::from_fn(|number| number as f32 - zero), scale),
+        4 => {
+            let code = std::array::from_fn(|number| number as f32 - zero);
+            dequantise_four_bits(dst, bytes, First::Low, &code, scale);
+        }
+        _ => dequantise_whole(dst, bytes, flipped, zero, scale),
+    }
+}
+
 /// A piece whose numbers lie in its own place, from `begin` on.
 struct Piece<'a> {
     target: &'a mut [u8],
@@ -181,8 +229,9 @@ struct Piece<'a> {
 impl Piece<'_> {
     /// Writes the elements `first .. end` of the target, bf16, with `kernel`, `per_byte` elements to a byte.
     fn unpack(&mut self, first: usize, end: usize, per_byte: usize, kernel: impl Fn(&mut [u16], &[u8])) {
-        for at in (first..end).step_by(TAKEN_BYTES * per_byte) {
-            let elements = (end - at).min(TAKEN_BYTES * per_byte);
+        let step = (TAKEN_BYTES * per_byte).min(self.made.len());
+        for at in (first..end).step_by(step) {
+            let elements = (end - at).min(step);
             let bytes = elements / per_byte;
             let (taken, made) = (&mut self.taken[..bytes], &mut self.made[..elements]);
             taken.copy_from_slice(&self.target[self.begin + at / per_byte..][..bytes]);

@@ -45,6 +45,28 @@ fn int8_body(dst: &mut [u16], numbers: &[u8], scale: f32, step: f32) {
     dst.iter_mut().zip(numbers).for_each(|(bits, &byte)| *bits = round_bf16(value(byte)));
 }
 
+kernel! {
+    /// The bf16 of every whole number of a byte, whose bits in `flipped` are inverted first, less `zero`, times
+    /// `scale`. It is rounded once where `zero` is a whole number too.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn dequantise_whole / dequantise_whole_with(
+        dst: &mut [u16],
+        numbers: &[u8],
+        flipped: u8,
+        zero: f32,
+        scale: f32,
+    ) = whole_body;
+}
+
+#[inline(always)]
+fn whole_body(dst: &mut [u16], numbers: &[u8], flipped: u8, zero: f32, scale: f32) {
+    assert_eq!(dst.len(), numbers.len(), "lengths");
+    let value = |byte: u8| (f32::from(byte ^ flipped) - zero) * scale;
+    dst.iter_mut().zip(numbers).for_each(|(bits, &byte)| *bits = round_bf16(value(byte)));
+}
+
 /// Which four bits of a byte are the first number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum First {
@@ -82,6 +104,31 @@ fn four_bits_body(dst: &mut [u16], packed: &[u8], first: First, code: &[f32; 16]
 }
 
 kernel! {
+    /// The bf16 of the number of `code` that each two bits of `packed` name, the lowest first, times `scale`.
+    ///
+    /// # Panics
+    /// When `dst` has not four elements for each byte.
+    pub fn dequantise_two_bits / dequantise_two_bits_with(
+        dst: &mut [u16],
+        packed: &[u8],
+        code: &[f32; 4],
+        scale: f32,
+    ) = two_bits_body;
+}
+
+#[inline(always)]
+fn two_bits_body(dst: &mut [u16], packed: &[u8], code: &[f32; 4], scale: f32) {
+    assert_eq!(dst.len(), 4 * packed.len(), "lengths");
+    let mut numbers = [0; 4];
+    numbers.iter_mut().zip(code).for_each(|(bits, value)| *bits = round_bf16(value * scale));
+    for (four, byte) in dst.chunks_exact_mut(4).zip(packed) {
+        for (place, bits) in four.iter_mut().enumerate() {
+            *bits = numbers[(byte >> (2 * place) & 3) as usize];
+        }
+    }
+}
+
+kernel! {
     /// The bf16 of every number of four bits less `zero`, times `scale`, fp16, rounded to fp16.
     ///
     /// # Panics
@@ -97,6 +144,29 @@ fn half_body(dst: &mut [u16], numbers: &[u8], zero: u8, scale: u16) {
     let made: [u16; 16] =
         std::array::from_fn(|number| round_bf16(widen_f16(round_f16((number as f32 - zero) * scale))));
     dst.iter_mut().zip(numbers).for_each(|(bits, &number)| *bits = made[usize::from(number & 0xF)]);
+}
+
+kernel! {
+    /// The bf16 of every number less its zero, times its scale, fp16, rounded to fp16.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn dequantise_halves / dequantise_halves_with(
+        dst: &mut [u16],
+        numbers: &[u8],
+        zeros: &[u8],
+        scales: &[u16],
+    ) = halves_body;
+}
+
+#[inline(always)]
+fn halves_body(dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
+    let lengths = (dst.len(), dst.len(), dst.len());
+    assert_eq!((numbers.len(), zeros.len(), scales.len()), lengths, "lengths");
+    for ((bits, (&number, &zero)), &scale) in dst.iter_mut().zip(numbers.iter().zip(zeros)).zip(scales) {
+        let value = (f32::from(number) - f32::from(zero)) * widen_f16(scale);
+        *bits = round_bf16(widen_f16(round_f16(value)));
+    }
 }
 
 /// Rows of a tile of MXFP4 at most.
@@ -276,6 +346,55 @@ mod tests {
                 dequantise_half_with(isa, &mut bits, &numbers, zero, scale);
                 assert_eq!(bits, expected, "{isa:?} {zero} {scale:#x}");
             }
+        }
+    }
+
+    #[test]
+    fn numbers_with_scales_of_their_own_are_rounded_twice_on_every_isa() {
+        let numbers: Vec<u8> = (0..=u8::MAX).chain(3..40).collect();
+        let zeros: Vec<u8> = (0..numbers.len()).map(|at| (at * 89 + 3) as u8).collect();
+        let scales: Vec<u16> = (0..numbers.len()).map(|at| 0x0003 + (at * 211 % 0x4000) as u16).collect();
+        let value = |at: usize| (f32::from(numbers[at]) - f32::from(zeros[at])) * widen_f16(scales[at]);
+        let expected: Vec<u16> =
+            (0..numbers.len()).map(|at| round_bf16(widen_f16(round_f16(value(at))))).collect();
+        for isa in Isa::available() {
+            let mut bits = vec![7; expected.len()];
+            dequantise_halves_with(isa, &mut bits, &numbers, &zeros, &scales);
+            assert_eq!(bits, expected, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn whole_numbers_have_a_zero_on_every_isa() {
+        let numbers: Vec<u8> = (0..=u8::MAX).chain(3..40).collect();
+        for (flipped, zero, scale) in [(0, 128.0, 0.0137), (0x80, 131.0, 3.1), (0, 255.0, 3.1e-39)] {
+            // With the highest bit inverted, a signed number is an unsigned one more by 128.
+            let number = |byte: u8| {
+                if flipped == 0 { f32::from(byte) } else { f32::from(byte as i8) + 128.0 }
+            };
+            let expected: Vec<u16> =
+                numbers.iter().map(|&byte| round_bf16((number(byte) - zero) * scale)).collect();
+            for isa in Isa::available() {
+                let mut bits = vec![7; expected.len()];
+                dequantise_whole_with(isa, &mut bits, &numbers, flipped, zero, scale);
+                assert_eq!(bits, expected, "{isa:?} {flipped} {zero}");
+            }
+        }
+    }
+
+    #[test]
+    fn two_bits_are_numbers_of_the_code_on_every_isa() {
+        let (code, scale) = ([-2.0, -1.0, 0.37, 1.0], 0.0137);
+        let packed: Vec<u8> = (0..=u8::MAX).chain(3..40).collect();
+        let expected: Vec<u16> = packed
+            .iter()
+            .flat_map(|byte| [byte & 3, byte >> 2 & 3, byte >> 4 & 3, byte >> 6])
+            .map(|index| round_bf16(code[usize::from(index)] * scale))
+            .collect();
+        for isa in Isa::available() {
+            let mut bits = vec![7; expected.len()];
+            dequantise_two_bits_with(isa, &mut bits, &packed, &code, scale);
+            assert_eq!(bits, expected, "{isa:?}");
         }
     }
 

@@ -6,7 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use memascend_exec::{
-    FILE_WINDOW_BYTES, First, Mxfp4, Nested, Numbers, ScaleFormat, Scales, Stored, WordOrder, Words,
+    FILE_WINDOW_BYTES, First, Groups, Mxfp4, Nested, Numbers, ScaleFormat, Scales, Stored, WordOrder, Words,
+    Zeros,
 };
 use memascend_guarded::guarded;
 use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
@@ -102,11 +103,13 @@ pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
 #[guarded]
 #[pymethods]
 impl Packing {
-    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` is their format:
-    /// "e4m3", or "int8", whose product with its scale is multiplied by `step`. The scales have `format`: float32,
-    /// bfloat16 or e8m0.
+    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` says what they
+    /// are: "e4m3"; "int8", whose product with its scale is multiplied by `step`; or "packed 2", "packed 4" and
+    /// "packed 8", whole numbers of so many bits in words. `format` is that of the scales: float32, bfloat16 or e8m0.
+    /// `zeros` is where the zeros of the blocks lie, as bytes with "int8", else in words; without them the zero of
+    /// packed numbers is half of their range.
     #[staticmethod]
-    #[pyo3(signature = (numbers, width, block, scales, format = "float32", step = 1.0))]
+    #[pyo3(signature = (numbers, width, block, scales, format = "float32", step = 1.0, zeros = None))]
     fn rows(
         numbers: &str,
         width: usize,
@@ -114,18 +117,26 @@ impl Packing {
         scales: Place<'_>,
         format: &str,
         step: f32,
+        zeros: Option<Place<'_>>,
     ) -> PyResult<Self> {
-        if width == 0 || block.0 == 0 || block.1 == 0 {
+        let numbers = match (numbers, zeros) {
+            ("e4m3", None) => Numbers::E4m3,
+            ("int8", None) => Numbers::Int8 { step },
+            ("int8", Some(place)) => Numbers::Whole { bits: 8, zeros: Zeros::Signed(stored(&place)) },
+            ("packed 2" | "packed 4" | "packed 8", zeros) => Numbers::Whole {
+                bits: usize::from(numbers.as_bytes()[7] - b'0'),
+                zeros: zeros.map_or(Zeros::Half, |place| Zeros::Words(stored(&place))),
+            },
+            _ => return Err(PyValueError::new_err(format!("numbers in {numbers}"))),
+        };
+        let per_byte = if let Numbers::Whole { bits, .. } = &numbers { 8 / bits } else { 1 };
+        let whole = |elements: usize| elements > 0 && elements.is_multiple_of(per_byte);
+        if !whole(width) || block.0 == 0 || !(whole(block.1) || block.1 >= width) {
             return Err(PyValueError::new_err(format!(
                 "rows of {width} in blocks of {} x {}",
                 block.0, block.1
             )));
         }
-        let numbers = match numbers {
-            "e4m3" => Numbers::E4m3,
-            "int8" => Numbers::Int8 { step },
-            _ => return Err(PyValueError::new_err(format!("numbers in {numbers}"))),
-        };
         let scales = self::scales(&scales, scale_format(format, 1.0)?);
         Ok(Self(Arc::new(memascend_exec::Packing::Rows { numbers, width, block, scales })))
     }
@@ -172,9 +183,12 @@ impl Packing {
         Ok(Self(Arc::new(memascend_exec::Packing::Mxfp4(Mxfp4 { rows, width, scales }))))
     }
 
-    /// A matrix of AWQ (`added` is None) or GPTQ in four bits that is stored as the transpose of the model's, `rows` rows
+    /// A matrix of AWQ (`added` is None, 4 `bits`) or GPTQ that is stored as the transpose of the model's, `rows` rows
     /// of `width` elements. Each `group` of rows has zeros, in words to which `added` is added, and scales in fp16.
+    /// `index` is where the group of each row lies, an int32, where groups do not follow each other.
     #[staticmethod]
+    #[pyo3(signature = (rows, width, group, zeros, scales, added, bits = 4, index = None))]
+    #[allow(clippy::too_many_arguments)]
     fn words(
         rows: usize,
         width: usize,
@@ -182,17 +196,31 @@ impl Packing {
         zeros: Place<'_>,
         scales: Place<'_>,
         added: Option<u32>,
+        bits: usize,
+        index: Option<Place<'_>>,
     ) -> PyResult<Self> {
         let is_awq = added.is_none();
-        let fits = rows > 0 && (is_awq || rows.is_multiple_of(8)) && width > 0 && width.is_multiple_of(8);
+        let known = if is_awq { bits == 4 && index.is_none() } else { matches!(bits, 2 | 4 | 8) };
+        let whole = |elements: usize| known && elements > 0 && elements.is_multiple_of(32 / bits);
+        let fits = whole(width) && if is_awq { rows > 0 } else { whole(rows) };
         let bytes = if is_awq { width / 2 } else { 4 * width };
         if !fits || group == 0 || !rows.is_multiple_of(group) || bytes > FILE_WINDOW_BYTES / 2 {
             return Err(PyValueError::new_err(format!("{rows} rows of {width} in groups of {group}")));
         }
         let order = added.map_or(WordOrder::Awq, |added| WordOrder::Gptq { added });
+        let groups = match index {
+            None => Groups::Rows(group),
+            Some(place) => Groups::Index { stored: stored(&place), count: rows / group },
+        };
         let (zeros, scales) = (stored(&zeros), stored(&scales));
-        let matrix = Words { order, rows, width, group, zeros, scales };
+        let matrix = Words { order, bits, rows, width, groups, zeros, scales };
         Ok(Self(Arc::new(memascend_exec::Packing::Words(matrix))))
+    }
+
+    /// Bytes that a thread needs beside its window for a part, where they are not few.
+    #[getter]
+    fn scratch_bytes(&self) -> usize {
+        self.0.scratch_bytes()
     }
 
     /// Bytes that name one of the 256 numbers of `code`, with an fp32 scale at `scales` for each `block` of elements,

@@ -242,7 +242,7 @@ def _progress_before(settings: Settings) -> tuple[dict[str, Any], int]:
     if not memascend.can_resume(settings.store):
         return {}, 0
     tracked = read_record(paths_of(list(settings.store)))["tracked"]
-    if Training.NAME not in tracked and Position.NAME in tracked:
+    if Training.NAME not in tracked and TrainerPosition.NAME in tracked:
         where = ", ".join(map(str, settings.store))
         raise DataError(f"{where} holds a run of another trainer: go on with that, or give another --store")
     return _recorded(tracked)
@@ -264,7 +264,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.lora_rank:
         trained = adapters.memory_bytes(model, Adapters.of(settings))
         model.requires_grad_(False)
-    units = divided(model, gradients=settings.gradients, ranks=settings.processes, experts=settings.experts)
+    asked = settings.gradients, settings.processes, settings.experts, settings.update
+    units = divided(model, False, *asked)
     if settings.base_bits:
         quantise_units(model, units, settings.base_bits)
     chosen = (settings.optimizer, settings.states, settings.master)

@@ -19,6 +19,7 @@ from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast import zero_infinity
 from memascend.forecast.curve import curve
 from memascend.forecast.endurance import endurance, savings
+from memascend.forecast.experts import compare as experts_compared
 from memascend.forecast.fitting import fitting_change
 from memascend.forecast.network import network as between_ranks
 from memascend.forecast.report import by_kind, memory_part, model_part, traffic_part
@@ -148,13 +149,16 @@ def forecast(
     if adapters_bytes is not None:
         model.requires_grad_(False)
         durability = "none"  # Adapters have checkpoints of their own.
-    units = divided(model, gpu is not None, gradients, ranks, experts)
-    published = False
-    if base_bits is not None:
-        quantise_units(model, units, base_bits)
-    elif adapters_bytes is not None and experts != "pieces":
-        published = stay_published(model, _directory(path), units)
     on_device = gpu is not None
+
+    def units_of(experts: str) -> tuple[list[Unit], bool]:
+        units = divided(model, on_device, gradients, ranks, experts, update)
+        if base_bits is not None:
+            quantise_units(model, units, base_bits)
+        stays = base_bits is None and adapters_bytes is not None and experts != "pieces"
+        return units, stays and stay_published(model, _directory(path), units)
+
+    units, published = units_of(experts)
     period = parse_durability(durability)
     # By itself a run chooses durable steps, where the drives have the room.
     work = Workload(
@@ -236,6 +240,9 @@ def forecast(
         prediction["fits_with"] = fitting_change(
             whole, smallest.total + held, units, config, _directory(path), getattr(torch, dtype), work
         )
+    if not on_device and ranks == 1 and base_bits is None and tile_tokens is None:
+        within = None if budget is None else plan.budget
+        prediction["experts"] = experts_compared(model, lambda way: units_of(way)[0], within, config, work, options)
     if compare == "zero-infinity":
         prediction["zero_infinity"] = zero_infinity.beside_it(units, plan.total, smallest.total, work)
     return prediction

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_decimal, format_rating, format_size
 from memascend.forecast.endurance import USUAL_RATING_BYTES
+from memascend.forecast.experts import as_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,8 @@ def headline(prediction: Mapping[str, Any], free_bytes: int | None = None) -> li
             f"--host-memory auto would begin with {format_size(memory['budget_bytes'])} on this machine now, and then "
             "follow its free memory"
         )
+    if (compared := prediction.get("experts")) is not None:
+        lines.append(as_line(compared))
     room = prediction["whole"]["available_bytes"]
     possible = [lever for lever in prediction["endurance"]["savings"] if (lever["budget_bytes"] or 0) <= room]
     if possible:

@@ -36,6 +36,12 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
 - `whole`: the host memory of the process. `planned_bytes`, `pytorch_bytes` (0 with a GPU, null where not known),
   `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (that this
   process can have now, and holds) and `bound`, the name of the limit; `fits`.
+- `experts`, on the CPU in one process, without tiles and `--base-bits`: null for a model without experts that can be
+  read one by one. `whole` and
+  `pieces`: `smallest_bytes`, the least host memory; `step_bytes`, read and written by a step within the budget (null
+  where it is too small), without one within that least; `is_read_so`, false where pieces would take no less memory,
+  so that a run reads experts with their layers. `budget_bytes`, null without one. `better`, the way that moves fewer
+  bytes within the budget, or without one has the smaller least.
 - `zero_infinity`, with `--compare zero-infinity`: by DeepSpeed's formulas. `slots`, `slot_bytes`,
   `parameter_pool_bytes`, `parameter_pool_waste` (a share of 1), `default_parameter_pool_bytes`,
   `gradient_buffer_bytes`, `optimizer_swap_bytes`, `write_back_bytes`, `peak_bytes` (their sum, without the default

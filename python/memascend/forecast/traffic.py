@@ -20,7 +20,8 @@ from memascend.forecast.kinds import KINDS
 from memascend.forecast.replay import Replay
 from memascend.layout.division import divide
 from memascend.layout.shards import channels_of
-from memascend.layout.units import partition, round_up
+from memascend.layout.units import round_up
+from memascend.memory_plan.experts import partition_by_plan
 from memascend.memory_plan.host import updates_in_backward
 from memascend.optim import NAMED
 from memascend.optim.apollo_moments import scratch_bytes
@@ -118,15 +119,22 @@ class Traffic:
 
 
 def divided(
-    model: nn.Module, on_gpu: bool = False, gradients: str = "auto", ranks: int = 1, experts: str = "whole"
+    model: nn.Module,
+    on_gpu: bool = False,
+    gradients: str = "auto",
+    ranks: int = 1,
+    experts: str = "whole",
+    update: str = "forward",
 ) -> list[Unit]:
     """Divide a model into the units of a run; over ranks, into the first rank's: all have as many bytes.
 
-    `experts` is as in `memascend.offload`. Raises ValueError where they cannot be read so.
+    `experts` and `update` are as in `memascend.offload`. Raises ValueError where experts cannot be read so.
     """
     # Tables are whole over ranks.
     fused_loss = None if ranks > 1 else "auto"
-    units = partition(model, fused_loss=fused_loss, gradients=gradients, uploaded=on_gpu, experts=experts)
+    units = partition_by_plan(
+        model, fused_loss=fused_loss, gradients=gradients, uploaded=on_gpu, experts=experts, update=update
+    )
     if ranks > 1:
         divide(units, 0, ranks)
     return units

@@ -24,7 +24,6 @@ from memascend.formats.weights import Sources
 from memascend.layout.bits import PUBLISHED
 from memascend.layout.division import divide
 from memascend.layout.frozen_bits import quantise_units
-from memascend.layout.units import Unit, partition
 from memascend.options import TUNING_NAMES
 from memascend.session import rank_checks
 from memascend.session.frozen_bits import check_beside, check_bits
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from memascend.layout.units import Unit
     from memascend.options import Activations, Experts, Gradients, RankLocations, Update
     from memascend.ranks.group import Ranks
     from memascend.session.compute import ComputeOptions
@@ -194,9 +194,7 @@ def _divide(
     model.requires_grad_(frozen is None)
     # A table is read by parts from the store only, and from one that is not divided.
     fused_loss = None if frozen == "files" or ranks is not None else computing.options.fused_loss
-    options = computing.options
-    experts = computing.experts(ranks is not None, frozen == "files")
-    units = partition(model, computing.torch_device, fused_loss, options.gradients, computing.uploads, experts)
+    units = computing.partition(model, fused_loss, ranks is not None, frozen == "files")
     direct = computing.options.tuning.get("direct", True)
     if frozen == "files":
         sources.locate(units, direct)

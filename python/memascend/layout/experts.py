@@ -55,6 +55,14 @@ def find_experts(model: nn.Module) -> set[torch.Tensor]:
     )
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has experts that can be read one by one."""
+    try:
+        return bool(find_experts(model))
+    except DataError:
+        return False
+
+
 def adapted_experts(model: nn.Module) -> list[str]:
     """Return the names of fused experts' parameters that have adapters of PEFT, in their modules."""
     adapted = _adapted(model)

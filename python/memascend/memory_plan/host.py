@@ -125,6 +125,8 @@ def _plan(
     plan.later = later_line(tensors)
     if not all(unit.in_store for unit in units):
         plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
+        parts = (part for unit in units for located in unit.sources.values() for part in located)
+        plan.windows.nbytes += max((packing.scratch_bytes for *_, packing in parts if packing is not None), default=0)
 
     tables = [unit for unit in units if unit.is_table]
     units = [unit for unit in units if not unit.is_table]

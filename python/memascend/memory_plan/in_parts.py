@@ -5,14 +5,16 @@ Experts that are read one by one have two buffers of each size, and keep theirs 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from memascend._memascend import PAGE_BYTES
 from memascend.layout.units import round_up
+from memascend.memory_plan.beside import BOOKKEEPING_BYTES_PER_UNIT
 from memascend.memory_plan.lines import Line, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from memascend.layout.units import ParameterEntry, Unit
 
@@ -51,9 +53,25 @@ def add_experts(plan: Plan, units: Sequence[Unit]) -> list[int]:
 
 
 def read_bytes(place: ParameterEntry) -> int:
-    """Return the bytes of the whole pages that one expert of a parameter lies in, wherever it begins."""
+    """Return the most bytes of the whole pages that an expert of a parameter lies in."""
     nbytes = place.expert_nbytes
-    return nbytes if nbytes % PAGE_BYTES == 0 else round_up(nbytes, PAGE_BYTES) + PAGE_BYTES
+    begins = (number * nbytes for number in range(place.shape[0]))
+    return max(round_up(begin + nbytes, PAGE_BYTES) - begin // PAGE_BYTES * PAGE_BYTES for begin in begins)
+
+
+def smaller_in_pieces(places: Iterable[ParameterEntry], block_bytes: int) -> bool:
+    """Return whether experts that are read with their layers would take less memory one by one.
+
+    The plan has `block_bytes` of buffers for blocks of tables already.
+    """
+    of_units: Counter[Unit] = Counter()
+    sizes, tensors, blocks = set(), 0, 0
+    for place in places:
+        of_units[place.tensor.unit] += place.nbytes
+        sizes.add(read_bytes(place))
+        tensors, blocks = tensors + 1, max(blocks, BLOCK_BUFFERS * place.blocks.nbytes)
+    in_pieces = EXPERT_BUFFERS * sum(sizes) + tensors * BOOKKEEPING_BYTES_PER_UNIT + max(0, blocks - block_bytes)
+    return in_pieces < max(of_units.values(), default=0)
 
 
 def keep_experts(plan: Plan, numbers: Sequence[int], spare: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import round_up
+from memascend.memory_plan.in_parts import smaller_in_pieces
 from memascend.memory_plan.lines import CHUNK_ELEMENTS_MIN, HEAP_BYTES, Line, Plan, Sizes
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ def _too_small(plan: Plan, tensors: Sequence[StoreTensor]) -> BudgetError:
     overlap = f"; from {format_size(plan.overlap_bytes)} on, reading overlaps computing" if plan.overlap_bytes else ""
     knobs = []
     whole = (tensor for tensor in tensors if not (tensor.packed or tensor.unit.is_experts or tensor.shard is not None))
-    if not plan.on_device and any(len(place.shape) == 3 for tensor in whole for place in tensor.places):
+    experts = (place for tensor in whole for place in tensor.places if len(place.shape) == 3)
+    if not plan.on_device and smaller_in_pieces(experts, plan.blocks.total):
         knobs.append("experts that are read one by one (experts='pieces'; --experts pieces)")
     if plan.units and element > 2:
         knobs.append("weights in bfloat16 instead of float32 (dtype='bfloat16'), whose masters stay exact")

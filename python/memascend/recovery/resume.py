@@ -21,7 +21,6 @@ from memascend.errors import CheckpointError, MemascendError
 from memascend.formats.transformers_models import model_of_record
 from memascend.layout.division import divide
 from memascend.layout.tables import find_tables
-from memascend.layout.units import partition
 from memascend.optim.record import empty_parameters, find_states
 from memascend.options import RECORDED, REPLACE
 from memascend.ranks.group import Ranks
@@ -334,8 +333,7 @@ def _divide(model: nn.Module, record: dict[str, Any], computing: ComputeOptions,
     if ranks is not None:
         _refuse_pieces(model, computing)
     fused_loss = computing.options.fused_loss if ranks is None else None
-    options, experts = computing.options, computing.experts(ranks is not None)
-    units = partition(model, computing.torch_device, fused_loss, options.gradients, computing.uploads, experts)
+    units = computing.partition(model, fused_loss, ranks is not None)
     if ranks is not None:
         divide(units, ranks.rank, ranks.size)
     for name, parameter in model.named_parameters():

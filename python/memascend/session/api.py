@@ -16,7 +16,7 @@ from memascend.layout.division import divide
 from memascend.layout.frozen_bits import quantise_units
 from memascend.layout.registry import place_of
 from memascend.layout.ties import check_shared_memory
-from memascend.layout.units import CPU, partition
+from memascend.layout.units import CPU
 from memascend.session import rank_checks
 from memascend.session.frozen_bits import check_all_frozen, check_beside, check_bits, read_part
 from memascend.session.open import open_session, opening
@@ -270,9 +270,7 @@ def _divide(model: nn.Module, computing: ComputeOptions, ranks: Ranks | None, fr
     _check_parameters(model, computing.torch_device)
     # Tables are whole over ranks: the rows that a rank reads depend on its data.
     pieces = computing.options.fused_loss if ranks is None else None
-    options = computing.options
-    experts = computing.experts(ranks is not None)
-    units = partition(model, computing.torch_device, pieces, options.gradients, computing.uploads, experts)
+    units = computing.partition(model, pieces, ranks is not None)
     if frozen_bits is not None:
         quantise_units(model, units, frozen_bits)
     if ranks is not None:

@@ -12,12 +12,14 @@ from memascend.hardware.cuda import open_device
 from memascend.layout.units import CPU
 from memascend.memory_plan.device import make_device_plan
 from memascend.memory_plan.estimates import waiting_inputs
+from memascend.memory_plan.experts import partition_by_plan
 from memascend.options import pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch import nn
 
     from memascend.hardware.cuda import ComputeDevice
     from memascend.layout.units import Unit
@@ -90,6 +92,17 @@ class ComputeOptions:
                     "are read with their layer"
                 )
         return experts
+
+    def partition(
+        self, model: nn.Module, fused_loss: bool | str | None, over_ranks: bool, from_files: bool = False
+    ) -> list[Unit]:
+        """Divide a model into units, for ranks or to be read from the model's own files.
+
+        `fused_loss` and errors are as in `memascend.layout.units.partition`; `experts` raises too.
+        """
+        experts = self.experts(over_ranks, from_files)
+        computed = self.torch_device, fused_loss, self.options.gradients, self.uploads
+        return partition_by_plan(model, *computed, experts, self.options.update)
 
     @property
     def torch_device(self) -> torch.device:

@@ -22,7 +22,7 @@ impl Stored {
         Ok(self.file.read(self.position + first as u64, values, window)?)
     }
 
-    fn read(&self, first: usize, bytes: usize, window: &mut [u8]) -> Result<Vec<u8>> {
+    pub(super) fn read(&self, first: usize, bytes: usize, window: &mut [u8]) -> Result<Vec<u8>> {
         let mut values = vec![0; bytes];
         self.read_into(first, &mut values, window)?;
         Ok(values)

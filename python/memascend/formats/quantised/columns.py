@@ -88,7 +88,7 @@ class Gptq(Packed):
         # Added to words, as gptqmodel does: a zero with all bits set carries into the next one.
         added = sum(offset << shift for shift in range(0, 32, bits))
         self._added = added - (1 << 32) if added >= 1 << 31 else added
-        order = tensors.get("g_idx")
+        self._index = order = tensors.get("g_idx")
         self._order = torch.arange(rows) // -(-rows // groups) if order is None else order.whole().long()
         if self._order.shape != (rows,) or int(self._order.min()) < 0 or int(self._order.max()) >= groups:
             raise CheckpointError(f"{order or weight} names groups that {scales} does not have")
@@ -107,16 +107,21 @@ class Gptq(Packed):
     def in_place(
         self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, Packing] | None:
-        """Return where it lies and how, in four bits with columns in order, for weights in bfloat16."""
+        """Return where it lies and how, if its scales are in float16, for weights in bfloat16."""
         rows, width = self.stored_shape
-        group = rows // self._scales.shape[0]
-        in_order = rows % self._scales.shape[0] == 0 and self._order.equal(torch.arange(rows) // group)
-        if self._scales.dtype != torch.float16 or dtype != torch.bfloat16 or not in_order:
+        groups = self._scales.shape[0]
+        if self._scales.dtype != torch.float16 or dtype != torch.bfloat16 or rows % groups:
             return None
-        if self._bits != 4 or width % 8 or 4 * width > _ROW_BYTES_MAX:
+        if width % self._per_word or 4 * width > _ROW_BYTES_MAX:
             return None
+        index = None
+        if not self._order.equal(torch.arange(rows) // (rows // groups)):
+            if self._index is None or self._index.dtype != torch.int32:
+                return None
+            index = self._index.located(externals)
         beside = self._zeros.located(externals), self._scales.located(externals)
-        packing = Packing.words(rows, width, group, *beside, self._added % (1 << 32))
+        added = self._added % (1 << 32)
+        packing = Packing.words(rows, width, rows // groups, *beside, added, self._bits, index)
         return *self._weight.located(externals), packing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ class _Scaled(Packed):
     """A weight (rows, width) whose scales are of the tensor, its rows, groups within a row, or blocks of rows."""
 
     def __init__(
-        self, shape: tuple[int, ...], scales: StoredTensor, zeros: torch.Tensor | None, blocks: tuple[int, int] | None
+        self, shape: tuple[int, ...], scales: StoredTensor, zeros: StoredTensor | None, blocks: tuple[int, int] | None
     ) -> None:
         super().__init__(shape)
         self._scales, self._zeros = scales, zeros
@@ -49,9 +50,29 @@ class _Scaled(Packed):
         """Return rows of numbers from `first` on, less their zeros, times `scales`, of `_scale_rows`."""
         values = values.to(scales.dtype)
         if self._zeros is not None:
-            zeros = self._zeros.view(self._grid)[self._rows_of(first, len(values))]
+            at = self._rows_of(first, len(values))
+            begin, end = int(at[0]), int(at[-1]) + 1
+            zeros = self._zero_rows(self._zeros, begin, end)[at - begin]
             values = values - self._spread(zeros.to(scales.dtype))
         return values * self._spread(scales)
+
+    def _zero_rows(self, zeros: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        """Return the zeros of rows of blocks: (end - begin, groups)."""
+        width = self._grid[1]
+        return zeros.part(begin * width, (end - begin) * width).view(end - begin, width)
+
+    def _rows_in_place(
+        self, weight: StoredTensor, numbers: str, per_byte: int, externals: Mapping[SafetensorsReader, ExternalFile]
+    ) -> tuple[ExternalFile, int, Packing] | None:
+        """Return where numbers lie, `per_byte` to a byte, with scales and zeros of blocks; None if none is read so."""
+        scales, width = _SCALE_FORMATS.get(self._scales.dtype), self.stored_shape[1]
+        begins_with_a_byte = self._block[1] % per_byte == 0 or self._block[1] >= width
+        if scales is None or width % per_byte or not begins_with_a_byte:
+            return None
+        zeros = None if self._zeros is None else self._zeros.located(externals)
+        beside = self._scales.located(externals)
+        packing = Packing.rows(numbers, width, self._block, beside, scales, zeros=zeros)
+        return *weight.located(externals), packing
 
     def _four_bits_in_place(
         self,
@@ -95,7 +116,9 @@ class Plain(_Scaled):
         """Take the tensors. Raises CheckpointError where their shapes do not fit."""
         if len(weight.shape) != 2:
             raise CheckpointError(f"{weight} has shape {weight.shape}, which is no matrix")
-        super().__init__(weight.shape, scales, None if zeros is None else zeros.whole(), blocks)
+        super().__init__(weight.shape, scales, zeros, blocks)
+        if zeros is not None and math.prod(zeros.shape) != math.prod(self._grid):
+            raise CheckpointError(f"{zeros} has shape {zeros.shape}, and the scales {scales.shape}")
         self._weight = weight
 
     def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -105,13 +128,13 @@ class Plain(_Scaled):
     def in_place(
         self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, Packing] | None:
-        """Return where it lies and how, if it has no zero points, for weights in bfloat16."""
-        numbers, scales = _NUMBERS.get(self._weight.dtype), _SCALE_FORMATS.get(self._scales.dtype)
-        if dtype != torch.bfloat16 or numbers is None or scales is None or self._zeros is not None:
+        """Return where it lies and how, for weights in bfloat16; zeros have to be bytes as the numbers are."""
+        numbers = _NUMBERS.get(self._weight.dtype)
+        if dtype != torch.bfloat16 or numbers is None:
             return None
-        width = self.stored_shape[1]
-        packing = Packing.rows(numbers, width, self._block, self._scales.located(externals), scales)
-        return *self._weight.located(externals), packing
+        if self._zeros is not None and (self._weight.dtype, self._zeros.dtype) != (torch.int8, torch.int8):
+            return None
+        return self._rows_in_place(self._weight, numbers, 1, externals)
 
 
 class PackedIntegers(_Scaled):
@@ -133,27 +156,31 @@ class PackedIntegers(_Scaled):
             )
         self._bits, self._half = fitting[0], 1 << (fitting[0] - 1)
         zeros = stored.get(f"{module}.weight_zero_point")
-        unpacked = None
-        if zeros is not None:  # packed along the rows
-            unpacked = unpack_words(zeros.whole().t().contiguous(), self._bits)[:, : shape[0]].t() - self._half
-        super().__init__(shape, scales, unpacked, blocks)
-        if unpacked is not None:
-            self._zeros = unpacked.contiguous().view(self._grid)
+        super().__init__(shape, scales, zeros, blocks)
+        if zeros is not None and zeros.shape != (-(-shape[0] * self._bits // 32), self._grid[1]):
+            raise CheckpointError(f"{zeros} has shape {zeros.shape}, and the scales {scales.shape}")
 
     def rows(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return rows in the dtype of the scales."""
         numbers = unpack_words(self._weight.rows(first, count), self._bits)[:, : self.stored_shape[1]] - self._half
         return self._scaled(numbers, first, self._scale_rows(first, count))
 
+    def _zero_rows(self, zeros: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        """Return the zeros of rows of blocks, which are packed along the rows: (end - begin, groups)."""
+        per_word = 32 // self._bits
+        top = begin // per_word
+        packed = zeros.rows(top, -(-end // per_word) - top)
+        unpacked = unpack_words(packed.t().contiguous(), self._bits).t() - self._half
+        return unpacked[begin - top * per_word :][: end - begin]
+
     def in_place(
         self, dtype: torch.dtype, externals: Mapping[SafetensorsReader, ExternalFile]
     ) -> tuple[ExternalFile, int, Packing] | None:
-        """Return where it lies and how, if it has four bits and no zero points, for weights in bfloat16."""
-        scales, whole_words = _SCALE_FORMATS.get(self._scales.dtype), self.stored_shape[1] % 8 == 0
-        plain = self._bits == 4 and self._zeros is None and whole_words
-        if dtype != torch.bfloat16 or scales is None or not plain:
+        """Return where it lies and how, if its rows are whole words, for weights in bfloat16."""
+        by_rows = self._zeros is None or self._block[0] == 1
+        if dtype != torch.bfloat16 or self.stored_shape[1] * self._bits % 32 or not by_rows:
             return None
-        return self._four_bits_in_place(self._weight, range(-self._half, self._half), scales, externals)
+        return self._rows_in_place(self._weight, f"packed {self._bits}", 8 // self._bits, externals)
 
 
 class FourBitFloats(_Scaled):
