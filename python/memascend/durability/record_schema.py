@@ -67,6 +67,7 @@ _OPTIMIZER = {
     "empty": Absent(Each((count, list))),
     "numbers": Each(count),
     "norms": Absent(dict),
+    "expert_steps": Absent(Each([count])),
     "nonfinite": str,
     "skipped_steps": count,
 }

@@ -96,7 +96,7 @@ class UpdatesInBackward:
 
     def _update(self, tensor: StoreTensor, segment: Segment) -> Update:
         return Update(
-            tensor, [segment], captured=False, write_through=self._commit_log.writes_through(in_backward=True)
+            tensor, segment.updated, captured=False, write_through=self._commit_log.writes_through(in_backward=True)
         )
 
     def _note_taken(self, place: ParameterEntry, optimizer: Optimizer, segment: Segment) -> None:

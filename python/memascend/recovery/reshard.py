@@ -247,7 +247,13 @@ def _moments_of(record: dict[str, Any], sources: Sequence[ClosedStore]) -> list[
         places = {name: (shape, start) for name, shape, start, _ in tensor["parameters"]}
         elements, packed = _whole(tensor)
         for parameter, name, numel in tensor["moments"]:
-            (rows, columns), start = places[parameter]
+            shape, start = places[parameter]
+            if len(shape) != 2:
+                raise CheckpointError(
+                    f"{parameter} has experts in one tensor, which APOLLO has trained, and it does so in one process "
+                    "alone: go on in one, or export the weights (memascend export) and begin a new run over ranks"
+                )
+            rows, columns = shape
             moments = _Moments(name, parameter, (rows, columns), start, elements, packed, 0)
             _, count = moments.channels(0, len(sources))
             found.append(replace(moments, channel_bytes=numel // (2 * count) * torch.float32.itemsize))
