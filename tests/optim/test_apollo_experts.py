@@ -165,15 +165,15 @@ def test_a_run_that_fails_goes_on_to_the_same_bits(tmp_path: Path, durability: s
     """Moments of experts without tokens are those of a step before."""
     model = build("qwen3_moe")
     expected = trained(model, numbers=range(5))
-    model = memascend.offload(
-        build("qwen3_moe"), store=tmp_path / "store", durability=durability, experts="pieces", allocator="pageable"
-    )
+    options: dict[str, Any] = {"allocator": "pageable", "host_memory": None, "keep_store": True}
+    pieces = options | {"durability": durability, "experts": "pieces"}
+    model = memascend.offload(build("qwen3_moe"), store=tmp_path / "store", **pieces)
     optimizer = make(model)
     steps(model, optimizer, range(3))
     if durability != "none":
         model(**batch(6)).loss.backward()  # Half a step, which is given up.
     find_offload(model).close(failed=durability != "none")
-    resumed = memascend.resume(tmp_path / "store", experts="whole", allocator="pageable")
+    resumed = memascend.resume(tmp_path / "store", **options)
     try:
         losses, weights = trained(resumed.model, resumed.optimizer, range(resumed.steps, 5))
         assert_same((losses, weights), (expected[0][2 * resumed.steps :], expected[1]))

@@ -418,7 +418,7 @@ impl Gradients {
         mut consume: impl FnMut(&[u8]),
     ) -> Result<()> {
         let record = self.record(id);
-        record.check(start, numel);
+        record.check_within(start, numel);
         let element = record.dtypes.kept_bytes();
         let place = record.settled();
         record.pending.wait()?;
@@ -532,9 +532,13 @@ impl Gradients {
 }
 
 impl Record {
-    fn check(&self, start: usize, numel: usize) {
+    fn check_within(&self, start: usize, numel: usize) {
         let end = start.checked_add(numel).expect("the end overflows");
         assert!(end <= self.numel, "elements {start}+{numel} of a gradient of {}", self.numel);
+    }
+
+    fn check(&self, start: usize, numel: usize) {
+        self.check_within(start, numel);
         let whole = start == 0 && numel == self.numel;
         assert!(numel == 0 || whole || self.packed, "a large tensor's gradient is captured whole");
     }

@@ -45,7 +45,7 @@ def find_factors(
     """
     parameter = backend.parameter
     numel = math.prod(parameter.shape[1:])
-    nbytes = numel * parameter.element_size()
+    nbytes = numel * parameter.dtype.itemsize
     steps, norms = numbers_of(backend)
     moments = _moments_of(backend, int(group["rank"]))
     parts = []

@@ -45,7 +45,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 NAMES = (*MOMENTS, "norm", "steps")
 
 
-#: The dimensions of a parameter that holds experts, each of which is a matrix.
+#: The dimensions of a parameter that holds experts, a matrix each.
 EXPERTS_NDIM = 3
 #: The most memory beside the plan that projecting a gradient takes without a notice.
 NOTED_BYTES = 4 << 20
@@ -54,7 +54,7 @@ NOTED_BYTES = 4 << 20
 def moments_shape(backend: StateBackend, rank: int) -> tuple[int, ...]:
     """Return the shape of both moments as they are kept here: (2, channels, rank), of this rank's channels.
 
-    Those of experts are (experts, 2, channels, rank).
+    A parameter with experts has (experts, 2, channels, rank).
     """
     *experts, _, _ = backend.parameter.shape
     return *experts, len(MOMENTS), _own_channels(backend)[1], rank
@@ -67,7 +67,7 @@ def projected_shape(shape: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def expert_numel(shape: Sequence[int], rank: int) -> int:
-    """Return the float32 from the moments of one expert to those of the next one: whole pages."""
+    """Return how many float32 the moments of an expert take in the store: whole pages."""
     nbytes = len(MOMENTS) * max(shape[-2:]) * rank * torch.float32.itemsize
     return round_up(nbytes, PAGE_BYTES) // torch.float32.itemsize
 
@@ -316,7 +316,7 @@ def _without_padding(backend: OffloadedState, whole: torch.Tensor, rank: int) ->
 
 
 def _each(moments: torch.Tensor) -> torch.Tensor:
-    """Return both moments one after the other, which those of experts are expert by expert."""
+    """Return the first moments and the second ones, of all experts where there are several."""
     return moments.movedim(-3, 0)
 
 

@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def updated(self) -> list[Segment]:
-        """What is updated: its parts, if it has any, or itself."""
+        """The segments to update: its parts, if it has any, or itself."""
         return [self] if self.parts is None else self.parts
 
 

@@ -167,7 +167,12 @@ impl RuntimeProjections {
 
     /// Begins the next value of the moments of several matrices alike, those of each `bytes` from those of the one
     /// before. `written` says whether the tensor holds any yet.
-    fn begin_stack(&self, moments: &Bound<'_, TensorId>, written: bool, bytes: usize) -> PyResult<StackedMoments> {
+    fn begin_stack(
+        &self,
+        moments: &Bound<'_, TensorId>,
+        written: bool,
+        bytes: usize,
+    ) -> PyResult<StackedMoments> {
         let inner = self.0.inner()?;
         StackedMoments::begin(inner.projecting().0, moments.get().0, written, bytes)
             .map_err(|error| exec_error(&error))
