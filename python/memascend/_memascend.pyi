@@ -40,6 +40,7 @@ __all__ = [
     "RuntimeProjections",
     "RuntimeStore",
     "RuntimeUnits",
+    "StackedMoments",
     "Stash",
     "StepScalars",
     "TensorId",
@@ -191,6 +192,8 @@ class ProjectedGradient:
     ) -> tuple[ChannelFactors, float]: ...
     @property
     def channels(self) -> int: ...
+    @property
+    def is_zero(self) -> bool: ...
     def write(self, first: int, channels: int, address: int) -> None: ...
 
 @final
@@ -211,6 +214,9 @@ class FactorOptions:
 
 @final
 class ChannelFactors: ...
+
+@final
+class StackedMoments: ...
 
 @final
 class TensorId:
@@ -548,6 +554,11 @@ class RuntimeProjections:
     def stored_factors(
         self, measured: ProjectedGradient, moments: TensorId, written: bool, threads: int, options: FactorOptions
     ) -> tuple[ChannelFactors, float]: ...
+    def begin_stack(self, moments: TensorId, written: bool, bytes: int) -> StackedMoments: ...
+    def stacked_factors(
+        self, measured: ProjectedGradient, stack: StackedMoments, matrix: int, threads: int, options: FactorOptions
+    ) -> tuple[ChannelFactors, float]: ...
+    def keep_stacked(self, stack: StackedMoments, matrix: int) -> None: ...
 
 @final
 class Volume:

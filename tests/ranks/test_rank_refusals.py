@@ -36,6 +36,7 @@ SAID = {
     "zeros": "use zero_grad(set_to_none=True)",
     "assigned gradient": "leave gradients to backward()",
     "in parts": "use torch.utils.checkpoint with use_reentrant=False",
+    "experts": "memascend.apollo_groups(model, experts=False)",
     "load_state_dict": "rank 1 loads other states or options of the optimizer than rank 0",
 }
 

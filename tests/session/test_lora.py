@@ -275,7 +275,7 @@ def test_adapters_on_the_store_are_durable(store: Path) -> None:
         memascend.close(run.model)
 
 
-def test_adapters_beside_the_store_are_not_durable_and_that_is_said(
+def test_adapters_beside_parameters_of_others_are_not_durable_and_that_is_said(
     offloaded: Callable[..., nn.Module], store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = offloaded(tiny_models.build("llama"), keep_store=True, durability="step")
@@ -283,7 +283,8 @@ def test_adapters_beside_the_store_are_not_durable_and_that_is_said(
     with pytest.raises(memascend.MemascendError, match=r"lora_A\.default\.weight is trained, but not on the store"):
         memascend.save_checkpoint(model, "one")
     with pytest.raises(memascend.MemascendError, match="cannot be made durable in its store"):
-        memascend.AdamW([*trained(model).values(), base.lm_head.weight.requires_grad_(True)])
+        other = torch.nn.Parameter(torch.ones(3))
+        memascend.AdamW([*trained(model).values(), base.lm_head.weight.requires_grad_(True), other])
     memascend.close(model)
     assert "is trained, but not on the store that is kept" in caplog.text
 

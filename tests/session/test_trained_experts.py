@@ -118,8 +118,8 @@ def momentum(parameters: Any, **options: Any) -> Any:
 
 
 def apollo(parameters: Any, **options: Any) -> Any:
-    matrices = [p for p in parameters if p.ndim == 2]
-    others = [p for p in parameters if p.ndim != 2]
+    matrices = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
     return memascend.Apollo([{"params": matrices, "rank": 4}, {"params": others}], **options)
 
 
@@ -265,23 +265,27 @@ def test_experts_that_are_frozen_and_trained_as_a_run_goes_on(offloaded: Callabl
     assert_same(train(offloaded(frozen(), **PIECES | {"host_memory": "16MiB"})), expected)
 
 
-def interrupted(_pipe: Any, store: Path) -> None:
+MAKERS: dict[str, Callable[..., Any]] = {"AdamW": memascend.AdamW, "APOLLO": apollo}
+
+
+def interrupted(_pipe: Any, store: Path, name: str) -> None:
     """Train, and be killed within the third step."""
     planned_experts.take_less = lambda *_: True  # as the fixture has it
     model = memascend.offload(build("gpt_oss"), store=store, keep_store=True, allocator="pageable", **PIECES)
-    optimizer = memascend.AdamW(model.parameters(), lr=1e-2)
+    optimizer = MAKERS[name](list(model.parameters()), lr=1e-2)
     for number in range(2):
         step(model, optimizer, number)
     model(**batch(4)).loss.backward()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_that_is_killed_goes_on(tmp_path: Path, store: Path) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_run_that_is_killed_goes_on(tmp_path: Path, store: Path, name: str) -> None:
     """Also with the experts in their layers for a step."""
     expected = build("gpt_oss")
-    optimizer = memascend.AdamW(expected.parameters(), lr=1e-2)
+    optimizer = MAKERS[name](list(expected.parameters()), lr=1e-2)
     losses = [step(expected, optimizer, number) for number in range(4)]
-    with faults.Child(tmp_path, interrupted, store) as child:
+    with faults.Child(tmp_path, interrupted, store, name) as child:
         assert child.wait(120).code == -signal.SIGKILL, child.told()
     steps, weights = 0, {}
     for experts in ("pieces", "whole", "pieces"):

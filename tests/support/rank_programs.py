@@ -307,6 +307,8 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     memascend.close(model)
     shared = offload(Shared(), folder / "shared")
     refused("in parts", lambda: shared(torch.ones(1, WIDTH, requires_grad=True)).backward())
+    stack = offload(nn.ParameterList([nn.Parameter(torch.ones(4, WIDTH, WIDTH))]), folder / "stack")
+    refused("experts", lambda: memascend.Apollo(stack.parameters(), rank=4))
     return told
 
 

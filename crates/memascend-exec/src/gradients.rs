@@ -418,7 +418,7 @@ impl Gradients {
         mut consume: impl FnMut(&[u8]),
     ) -> Result<()> {
         let record = self.record(id);
-        record.check(start, numel);
+        record.check_within(start, numel);
         let element = record.dtypes.kept_bytes();
         let place = record.settled();
         record.pending.wait()?;
@@ -432,15 +432,18 @@ impl Gradients {
             }
             GradientPlace::Chunks { extent, chunks } => (*extent, chunks),
         };
-        let (bytes, chunk_bytes) = (numel * element, self.chunk_elements * element);
-        let mut index = 0;
+        let chunk_bytes = self.chunk_elements * element;
+        let (first, end) = (start * element, (start + numel) * element);
+        let (mut index, chunks) = (first / chunk_bytes, &chunks[..end.div_ceil(chunk_bytes)]);
+        // The first byte of a chunk that is asked for.
+        let begin = |index: usize| first.saturating_sub(index * chunk_bytes);
         while index < chunks.len() {
-            let length = chunk_bytes.min(bytes - index * chunk_bytes);
+            let length = chunk_bytes.min(end - index * chunk_bytes);
             let spilled = chunks[index..].iter().take_while(|chunk| matches!(chunk, Chunk::Ssd)).count();
             if spilled > 0 {
                 let range = index..index + spilled;
-                self.staging.read_chunks(extent, chunk_bytes, range, bytes, |_, chunk, length| {
-                    let source = LeaseSlice::new(chunk, 0, length);
+                self.staging.read_chunks(extent, chunk_bytes, range, end, |index, chunk, length| {
+                    let source = LeaseSlice::new(chunk, begin(index), length - begin(index));
                     // SAFETY: the read has ended and the chunk is ours alone.
                     consume(unsafe { source.as_slice() });
                     Ok(())
@@ -449,11 +452,11 @@ impl Gradients {
                 continue;
             }
             if let Chunk::Host(lease) = &chunks[index] {
-                let source = LeaseSlice::new(Arc::clone(lease), 0, length);
+                let source = LeaseSlice::new(Arc::clone(lease), begin(index), length - begin(index));
                 // SAFETY: the record's lock is held; only captures write its chunks.
                 consume(unsafe { source.as_slice() });
             } else {
-                consume(&vec![0; length]);
+                consume(&vec![0; length - begin(index)]);
             }
             index += 1;
         }
@@ -529,9 +532,13 @@ impl Gradients {
 }
 
 impl Record {
-    fn check(&self, start: usize, numel: usize) {
+    fn check_within(&self, start: usize, numel: usize) {
         let end = start.checked_add(numel).expect("the end overflows");
         assert!(end <= self.numel, "elements {start}+{numel} of a gradient of {}", self.numel);
+    }
+
+    fn check(&self, start: usize, numel: usize) {
+        self.check_within(start, numel);
         let whole = start == 0 && numel == self.numel;
         assert!(numel == 0 || whole || self.packed, "a large tensor's gradient is captured whole");
     }

@@ -212,22 +212,38 @@ impl Staging {
 
     /// Writes `source` to `extent`. Returns when all of it is copied; `pending` counts the writes.
     pub fn write(&self, extent: Extent, source: &[u8], pending: &Arc<InFlightCounter>) -> Result<()> {
+        self.write_at(extent, 0, source, pending)
+    }
+
+    /// As [`Staging::write`], from `offset` on, a multiple of the page.
+    pub fn write_at(
+        &self,
+        extent: Extent,
+        offset: usize,
+        source: &[u8],
+        pending: &Arc<InFlightCounter>,
+    ) -> Result<()> {
         for (index, part) in source.chunks(self.chunk_bytes).enumerate() {
             let chunk = self.chunk()?;
             let buffer = LeaseSlice::new(Arc::clone(&chunk), 0, part.len());
             // SAFETY: the lease is fresh, and no other code has it.
             unsafe { buffer.as_mut_slice() }.copy_from_slice(part);
-            self.write_chunk(extent, index * self.chunk_bytes, chunk, part.len(), pending);
+            self.write_chunk(extent, offset + index * self.chunk_bytes, chunk, part.len(), pending);
         }
         Ok(())
     }
 
     /// Reads `target.len()` bytes of `extent`, whose writes have ended.
     pub fn read(&self, extent: Extent, target: &mut [u8]) -> Result<()> {
-        let chunk_bytes = self.chunk_bytes;
-        let bytes = target.len();
+        self.read_at(extent, 0, target)
+    }
+
+    /// As [`Staging::read`], from `offset` on, a multiple of the page.
+    pub fn read_at(&self, extent: Extent, offset: usize, target: &mut [u8]) -> Result<()> {
+        let (chunk_bytes, bytes) = (self.chunk_bytes, target.len());
         let mut parts = target.chunks_mut(chunk_bytes);
-        self.read_chunks(extent, chunk_bytes, 0..bytes.div_ceil(chunk_bytes), bytes, |_, chunk, length| {
+        let range = 0..bytes.div_ceil(chunk_bytes);
+        self.read_chunks_at(extent, offset, chunk_bytes, range, bytes, |_, chunk, length| {
             let part = parts.next().expect("as many chunks as parts");
             let source = LeaseSlice::new(chunk, 0, length);
             // SAFETY: the read has ended and the chunk is ours alone.
@@ -311,6 +327,19 @@ impl Staging {
         chunk_bytes: usize,
         range: std::ops::Range<usize>,
         bytes: usize,
+        consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,
+    ) -> Result<()> {
+        self.read_chunks_at(extent, 0, chunk_bytes, range, bytes, consume)
+    }
+
+    /// As [`Staging::read_chunks`], of the bytes from `offset` on.
+    fn read_chunks_at(
+        &self,
+        extent: Extent,
+        offset: usize,
+        chunk_bytes: usize,
+        range: std::ops::Range<usize>,
+        bytes: usize,
         mut consume: impl FnMut(usize, Arc<Lease>, usize) -> Result<()>,
     ) -> Result<()> {
         let mut ahead = VecDeque::new();
@@ -322,7 +351,8 @@ impl Staging {
                 let chunk = if ahead.is_empty() { Some(self.chunk()?) } else { self.spare_chunk(1)? };
                 let Some(chunk) = chunk else { break };
                 let length = chunk_bytes.min(bytes - next * chunk_bytes);
-                ahead.push_back((next, length, self.read_chunk(extent, next * chunk_bytes, chunk, length)));
+                let at = offset + next * chunk_bytes;
+                ahead.push_back((next, length, self.read_chunk(extent, at, chunk, length)));
                 next += 1;
             }
             let (index, length, read) = ahead.pop_front().expect("a chunk was just requested");

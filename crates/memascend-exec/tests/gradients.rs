@@ -118,6 +118,13 @@ proptest! {
                     let where_ = format!("{what}, round {round}, micro batch {micro_batch}");
                     assert_eq!(found, stats(dtype, &sum), "{where_}: statistics");
                     assert!(captures.read(id, sum.len()) == sum, "{where_}: values");
+                    let start = random.next() as usize % numel;
+                    let part = start..start + 1 + random.next() as usize % (numel - start);
+                    let mut visited = Vec::new();
+                    let consume = |piece: &[u8]| visited.extend_from_slice(piece);
+                    captures.gradients.visit(id, part.start, part.len(), consume).unwrap();
+                    let bytes = part.start * dtype.bytes()..part.end * dtype.bytes();
+                    assert!(visited == sum[bytes], "{where_}: elements {part:?}");
                 }
                 let whole = numel.div_ceil(captures.chunk_elements);
                 pending.wait().unwrap();

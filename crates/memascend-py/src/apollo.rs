@@ -7,7 +7,7 @@ use memascend_guarded::guarded;
 use memascend_kernels::{
     ChannelSquares, Projected, Projector, Purpose, Scratch, channel_factors, factors_of, squares_of,
 };
-use memascend_store::TensorId;
+use memascend_store::{Extent, Rewrite, TensorId};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -185,6 +185,12 @@ impl ProjectedGradient {
         self.0.channels()
     }
 
+    /// Whether every element of these channels is zero.
+    #[getter]
+    fn is_zero(&self) -> bool {
+        self.0.sums().iter().all(|&sum| sum == 0.0)
+    }
+
     /// Writes the measures of some channels to an address: `Projection.rank` and 2 more float32 for each.
     fn write(&self, first: usize, channels: usize, address: usize) {
         // SAFETY: the Python layer passes a live CPU tensor of so many numbers.
@@ -277,6 +283,21 @@ impl ProjectedGradient {
         Ok(())
     }
 
+    /// `factors` with both moments of matrix number `matrix` of a stack.
+    pub(crate) fn stacked_factors(
+        &self,
+        (staging, scratch): (&Staging, &Arc<Scratch>),
+        stack: &StackedMoments,
+        matrix: usize,
+        threads: usize,
+        options: &FactorOptions,
+    ) -> memascend_exec::Result<(ChannelFactors, f64)> {
+        let find = |first: &mut [f32], second: &mut [f32]| self.find(options, first, second, threads);
+        let offset = matrix * stack.bytes;
+        let source = stack.written.then_some((stack.rewrite.source, offset));
+        self.with_moments((staging, scratch), source, || Ok((stack.rewrite.target, offset)), find)
+    }
+
     /// Reads both moments of the measured channels, has `step` change them, and writes them.
     fn with_stored<T>(
         &self,
@@ -285,24 +306,94 @@ impl ProjectedGradient {
         written: bool,
         step: impl FnOnce(&mut [f32], &mut [f32]) -> T,
     ) -> memascend_exec::Result<T> {
+        let source = written.then(|| (staging.store().current(moments), 0));
+        let target = || Ok((staging.store().rewrite(moments)?.target, 0));
+        self.with_moments((staging, scratch), source, target, step)
+    }
+
+    /// Reads both moments of the measured channels from an extent and an offset there, zeros without one, has `step`
+    /// change them, and writes them to another.
+    fn with_moments<T>(
+        &self,
+        (staging, scratch): (&Staging, &Arc<Scratch>),
+        source: Option<(Extent, usize)>,
+        target: impl FnOnce() -> memascend_exec::Result<(Extent, usize)>,
+        step: impl FnOnce(&mut [f32], &mut [f32]) -> T,
+    ) -> memascend_exec::Result<T> {
         let count = self.0.values().len();
         let mut both = scratch.take(Purpose::Moments, 2 * count);
-        let bytes = size_of_val(&*both);
-        let address = both.as_mut_ptr() as usize;
-        if written {
-            // SAFETY: these are the bytes of `both`, which nothing else uses meanwhile.
-            staging.read(staging.store().current(moments), unsafe { elements_mut(address, bytes) })?;
-        } else {
-            both.fill(0.0);
-        }
+        read_moments(staging, source, &mut both)?;
         let (first, second) = both.split_at_mut(count);
         let found = step(first, second);
-        let pending = Arc::new(InFlightCounter::default());
-        let target = staging.store().rewrite(moments)?.target;
-        // SAFETY: as above; the write copies them.
-        staging.write(target, unsafe { elements(address, bytes) }, &pending)?;
-        pending.wait()?;
+        write_moments(staging, target()?, &both)?;
         Ok(found)
+    }
+}
+
+/// Fills `both` from an extent, from an offset on; with zeros without one.
+fn read_moments(
+    staging: &Staging,
+    source: Option<(Extent, usize)>,
+    both: &mut [f32],
+) -> memascend_exec::Result<()> {
+    let Some((extent, offset)) = source else {
+        both.fill(0.0);
+        return Ok(());
+    };
+    let (address, bytes) = (both.as_mut_ptr() as usize, size_of_val(both));
+    // SAFETY: these are the bytes of `both`, which nothing else uses meanwhile.
+    staging.read_at(extent, offset, unsafe { elements_mut(address, bytes) })
+}
+
+/// Writes `both` to an extent, from an offset on.
+fn write_moments(
+    staging: &Staging,
+    (extent, offset): (Extent, usize),
+    both: &[f32],
+) -> memascend_exec::Result<()> {
+    let pending = Arc::new(InFlightCounter::default());
+    let (address, bytes) = (both.as_ptr() as usize, size_of_val(both));
+    // SAFETY: these are the bytes of `both`, which nothing writes meanwhile; the write copies them.
+    staging.write_at(extent, offset, unsafe { elements(address, bytes) }, &pending)?;
+    pending.wait()
+}
+
+/// Both moments of several matrices alike in one tensor of the store, whose next value a step writes: (2, channels,
+/// rank) float32 of each, from a page on.
+#[pyclass(frozen, module = "memascend._memascend")]
+pub(crate) struct StackedMoments {
+    rewrite: Rewrite,
+    /// Whether the tensor holds any yet.
+    written: bool,
+    /// From the moments of one matrix to those of the next one.
+    bytes: usize,
+}
+
+impl StackedMoments {
+    /// Begins the next value of the tensor, of which `stacked_factors` or `keep` then writes each matrix.
+    pub(crate) fn begin(
+        staging: &Staging,
+        moments: TensorId,
+        written: bool,
+        bytes: usize,
+    ) -> memascend_exec::Result<Self> {
+        Ok(Self { rewrite: staging.store().rewrite(moments)?, written, bytes })
+    }
+
+    /// Leaves the moments of a matrix as they are in the next value.
+    pub(crate) fn keep(
+        &self,
+        (staging, scratch): (&Staging, &Arc<Scratch>),
+        matrix: usize,
+    ) -> memascend_exec::Result<()> {
+        let Rewrite { source, target } = self.rewrite;
+        if self.written && source == target {
+            return Ok(());
+        }
+        let offset = matrix * self.bytes;
+        let mut both = scratch.take(Purpose::Moments, self.bytes / size_of::<f32>());
+        read_moments(staging, self.written.then_some((source, offset)), &mut both)?;
+        write_moments(staging, (target, offset), &both)
     }
 }
 

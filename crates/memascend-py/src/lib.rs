@@ -42,7 +42,7 @@ mod _memascend {
     const FILE_WINDOW_BYTES: usize = memascend_exec::FILE_WINDOW_BYTES;
 
     #[pymodule_export]
-    use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
+    use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection, StackedMoments};
     #[pymodule_export]
     use crate::closed_store::ClosedStore;
     #[pymodule_export]

@@ -34,6 +34,7 @@ import torch
 from memascend.common.interrupts import uninterrupted
 from memascend.common.sizes import format_size
 from memascend.durability import exact_json
+from memascend.durability.added import AddedParameters, Copies, copied_bytes
 from memascend.durability.model_buffers import ModelBuffers
 from memascend.durability.optimizers import JoinedOptimizers
 from memascend.durability.phases import CommitPhases, Phase
@@ -90,6 +91,9 @@ class CommitLog:
         #: Whether weights have changed since a pass began that no step has ended, so that they belong to no step.
         self.within_step = False
         self._buffers = ModelBuffers(session, runtime)
+        self._added = AddedParameters(session, runtime)
+        #: Whether generations have parameters that were added to the model, with their states.
+        self.has_beside = False
         self._phases = CommitPhases()
 
     @property
@@ -171,18 +175,45 @@ class CommitLog:
         Raises StoreError where the volumes have no room, MemascendError where `durability` cannot be had.
         """
         session = self._session
-        alone = optimizer.trains_only(session)
-        if not alone and (self.period or (self.period is None and self._runtime.store.generation)):
+        alone, recordable = optimizer.trains_only(session), optimizer.can_be_recorded(session)
+        goes_on = bool(self._runtime.store.generation)
+        if not recordable and (self.period or (self.period is None and goes_on)):
             optimizer.describe(session)  # Raises, naming the reason.
-        if self.period is None and not alone:
+        if self.period is None and not alone and not goes_on:
             self.period = 0
+            remedy = ": durability='step' makes them durable" if recordable else ""
             session.notices.append(
                 f"{type(optimizer).__name__} also trains parameters outside of the store: its steps are not durable, "
-                "and a run that is killed cannot be resumed (durability='none')"
+                f"and a run that is killed cannot be resumed (durability='none'){remedy}"
             )
         if self.period is None:
             self.period = self._period_with_room(missing_bytes, spare_bytes)
         return self.period > 0
+
+    def join_beside(self, optimizer: OptimizerProtocol) -> bool:
+        """Include an optimizer of parameters that were added to the model, and return whether its steps are durable.
+
+        They are where `durability` asks for it, and in a run that goes on: "auto" leaves adapters to the program, which
+        saves them. Raises StoreError where the volumes have no room.
+        """
+        if not self.period and not self._runtime.store.generation:
+            return False
+        if not optimizer.can_be_recorded(self._session):
+            self._session.notices.append(
+                f"{type(optimizer).__name__} also trains parameters that are not of the offloaded model: its steps are "
+                "not durable"
+            )
+            return False
+        nbytes = copied_bytes(self._session)
+        if self.decide(optimizer, nbytes, nbytes):
+            self._runtime.store.check_room(2 * nbytes)
+        self.join(optimizer)
+        self.has_beside = True
+        return True
+
+    def restore_beside(self, record: dict[str, Any]) -> Copies:
+        """Load the values that a record has of parameters added to the model, and return their states."""
+        return self._added.restore(record.get("added", []))
 
     def _period_with_room(self, missing_bytes: int, spare_bytes: int) -> int:
         session = self._session
@@ -481,6 +512,7 @@ class CommitLog:
         moment = self._step_snapshot or self._take_snapshot()
         self._buffers.write(moment.buffers)
         moment.buffers = None
+        added = self._added.write(self._optimizers.living)
         return record_text(
             steps=self.steps,
             source=self._source,
@@ -490,5 +522,6 @@ class CommitLog:
             optimizers=self._optimizers.describe(self._session),
             random_numbers=moment.random,
             tracked=self._tracked_states(moment) if moment.tracked is None else moment.tracked,
+            added=added,
             ranks=None if self._session.membership is None else self._session.membership.described,
         )

@@ -47,13 +47,13 @@ class ModelBuffers:
         buffers = {} if model is None else dict(model.named_buffers())
         described = [[name, _dtype_name(buffer), list(buffer.shape)] for name, buffer in buffers.items()]
         copies: dict[str, tuple[torch.Tensor, int]] = {}
-        small = [_bytes_of(buffer) for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
+        small = [bytes_of(buffer) for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         if small:
             packed = torch.cat(small)
             copies[_SMALL] = packed, _checksum(packed)
         for name, buffer in buffers.items():
             if buffer.nbytes > _LARGE_BYTES:
-                flat = _bytes_of(buffer)
+                flat = bytes_of(buffer)
                 copies[f"{_SMALL}.{name}"] = flat, _checksum(flat)
         copies = {name: copy for name, copy in copies.items() if self._checksums.get(name) != copy[1]}
         if not copies and described == self.described:
@@ -150,7 +150,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     """Return a buffer's values as flat bytes on the CPU, without a copy where possible."""
     flat = buffer.detach().to("cpu").contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

@@ -66,10 +66,11 @@ class JoinedOptimizers:
         for entry in self._entries:
             optimizer = entry.reference()
             if optimizer is not None:
-                entry.described = optimizer.describe(session) if optimizer.trains_only(session) else None
+                entry.described = optimizer.describe(session) if optimizer.can_be_recorded(session) else None
                 entry.restore_options()
             elif entry.described is not None:
                 _remove_overtaken(entry.described["states"], session)
+                entry.described.pop("added", None)  # In memory, these states went with the optimizer.
             entry.alive = None
         self._entries = [
             entry

@@ -92,7 +92,13 @@ class OptimizerProtocol(Protocol):
     param_groups: list[dict[str, Any]]
 
     def trains_only(self, session: SessionProtocol, /) -> bool:
-        """Return whether every parameter of the optimizer is one of the session's model."""
+        """Return whether every parameter of the optimizer is on the session's store."""
+
+    def can_be_recorded(self, session: SessionProtocol, /) -> bool:
+        """Return whether a generation can have the states of all parameters: others are added to the model."""
+
+    def added_states(self, session: SessionProtocol, /) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the states in memory of parameters that were added to the session's model, by their names."""
 
     def projection_of(self, parameter: nn.Parameter, /) -> Projection | None:
         """Return how the gradient of the parameter's next step is projected while it is captured, if it is."""

@@ -37,6 +37,7 @@ def record_text(
     optimizers: list[dict[str, Any]],
     random_numbers: dict[str, Any],
     tracked: dict[str, Any],
+    added: list[Any] | None = None,
     ranks: dict[str, Any] | None = None,
 ) -> str:
     """Return the record of a run as JSON.
@@ -50,6 +51,7 @@ def record_text(
         optimizers: the result of `describe` of each optimizer.
         random_numbers: the result of `random_states`.
         tracked: state dicts by the names given to `memascend.track`, as `exact_json.encode` returns them.
+        added: the result of `AddedParameters.write`.
         ranks: over which ranks the store is divided, if it is; see `memascend.ranks.membership.Membership`.
 
     Raises MemascendError for a value in `random_numbers` that JSON cannot hold exactly.
@@ -68,6 +70,7 @@ def record_text(
             "random": exact_json.encode(random_numbers, "the random numbers"),
             "tracked": tracked,
         }
+        | ({"added": added} if added else {})
         | ({} if ranks is None else {"ranks": ranks})
     )
 

@@ -67,6 +67,8 @@ _OPTIMIZER = {
     "empty": Absent(Each((count, list))),
     "numbers": Each(count),
     "norms": Absent(dict),
+    "expert_steps": Absent(Each([count])),
+    "added": Absent(Each((list, dict))),
     "nonfinite": str,
     "skipped_steps": count,
 }
@@ -90,6 +92,7 @@ _RECORD = {
     "units": [{"name": str, "tensors": [_TENSOR]}],
     "buffers": [(str, _dtype, dimensions)],
     "optimizers": [_OPTIMIZER],
+    "added": Absent([(str, [(str, str, _dtype, dimensions)])]),
     "random": {
         "python": (int, bytes, Either(float, None)),
         "torch": _tensor_of_pytorch,

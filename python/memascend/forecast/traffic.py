@@ -5,6 +5,7 @@ The order of uses is replayed through counted buffers by the rule of the weight 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -19,12 +20,13 @@ from memascend.common.tiles import tile_of
 from memascend.forecast.kinds import KINDS
 from memascend.forecast.replay import Replay
 from memascend.layout.division import divide
+from memascend.layout.experts import fused_experts
 from memascend.layout.shards import channels_of
 from memascend.layout.units import round_up
 from memascend.memory_plan.experts import partition_by_plan
 from memascend.memory_plan.host import updates_in_backward
 from memascend.optim import NAMED
-from memascend.optim.apollo_moments import scratch_bytes
+from memascend.optim.apollo_moments import EXPERTS_NDIM, expert_numel, scratch_bytes
 from memascend.optim.apollo_ranks import Division
 from memascend.optim.rules import rule_for
 from memascend.streaming.order import DEVICE_AHEAD, PREFETCH_UNITS
@@ -174,13 +176,27 @@ def state_kinds(tensor: StoreTensor, work: Workload) -> dict[str, int]:
 
 
 def projection(tensor: StoreTensor, work: Workload) -> Projection | None:
-    """Return the projection of a tensor's gradient, if it is a large matrix of a repeated layer, by APOLLO."""
+    """Return the projection of a tensor's gradient, if it is a large matrix of a repeated layer, by APOLLO.
+
+    Of experts it is that of each, which the step makes.
+    """
     _, algorithm, options = NAMED[work.optimizer]
     (place, *others) = tensor.places
-    if algorithm != "apollo" or others or tensor.packed or len(place.shape) != 2 or not tensor.unit.repeated:
+    if algorithm != "apollo" or others or tensor.packed:
         return None
-    rows, columns = place.shape
+    if not (_holds_experts(tensor) or (len(place.shape) == 2 and tensor.unit.repeated)):
+        return None
+    rows, columns = place.shape[-2:]
     return Projection(rows, columns, options["rank"], 0, 0)
+
+
+def _holds_experts(tensor: StoreTensor) -> bool:
+    """Return whether a tensor is experts that APOLLO takes for matrices: over ranks it takes none."""
+    place = tensor.places[0]
+    if len(place.shape) != EXPERTS_NDIM or tensor.shard is not None:
+        return False
+    experts = (parameter for module in tensor.unit.modules for _, _, parameter in fused_experts(module))
+    return any(parameter is place.parameter for parameter in experts)
 
 
 def projections(units: Sequence[Unit], work: Workload) -> Iterator[tuple[StoreTensor, Projection]]:
@@ -212,7 +228,10 @@ def moments_bytes(tensor: StoreTensor, work: Workload) -> int:
     projected = projection(tensor, work)
     if projected is None:
         return 0
-    _, channels = channels_of(tensor.places[0].shape, 0, tensor.shard)
+    shape = tensor.places[0].shape
+    if len(shape) == EXPERTS_NDIM:
+        return shape[0] * expert_numel(shape, projected.rank) * torch.float32.itemsize
+    _, channels = channels_of(shape, 0, tensor.shard)
     return round_up(2 * channels * projected.rank * torch.float32.itemsize, PAGE_BYTES)
 
 
@@ -401,6 +420,12 @@ def _in_backward(plan: Plan, work: Workload) -> bool:
     return plan.update == "backward" and work.grad_accum == 1
 
 
+def _updated_early(tensor: StoreTensor, plan: Plan, work: Workload) -> bool:
+    """Return whether such a backward pass updates a tensor; experts that are projected wait for a device's step."""
+    waits = plan.on_device and len(tensor.places[0].shape) == EXPERTS_NDIM and projection(tensor, work) is not None
+    return updates_in_backward(tensor) and not waits
+
+
 def _row_bytes(place: ParameterEntry) -> int:
     return place.nbytes // place.shape[0]
 
@@ -439,13 +464,31 @@ class Spill:
     activations: int = 0
     #: Projected gradients: written by every pass, and read by the step.
     projections: int = 0
-    #: Gradients that are projected in the step, over ranks, which reads them once more.
+    #: Gradients that are projected in the step, those of experts and all over ranks, which reads them once more.
     projected_later: int = 0
 
 
 def _projection_put_aside(tensor: StoreTensor, work: Workload) -> Projection | None:
-    """Return how the gradient of a tensor is projected as it is captured, if it is: over ranks the step does that."""
-    return projection(tensor, work) if tensor.shard is None else None
+    """Return how the gradient of a tensor is projected as it is captured, if it is.
+
+    The step projects those of experts, and all over ranks.
+    """
+    later = tensor.shard is not None or len(tensor.places[0].shape) == EXPERTS_NDIM
+    return None if later else projection(tensor, work)
+
+
+def _read_once_more(tensor: StoreTensor, in_memory: int, plan: Plan) -> int:
+    """Return the bytes read of a gradient that the step projects, whose first `in_memory` elements are in memory.
+
+    Those of experts are read one by one, each from the start of a chunk on.
+    """
+    shape, chunk = tensor.places[0].shape, plan.chunk_elements
+    numel, bytes_each = math.prod(shape[-2:]), tensor.gradient_dtype.itemsize
+    if len(shape) != EXPERTS_NDIM:
+        return round_up(max(0, tensor.numel - in_memory) * bytes_each, PAGE_BYTES)
+    ends = [(expert + 1) * numel for expert in range(shape[0])]
+    read = (end - max(in_memory, (end - numel) // chunk * chunk) for end in ends)
+    return sum(round_up(elements * bytes_each, PAGE_BYTES) for elements in read if elements > 0)
 
 
 def _put_aside(projected: Projection) -> tuple[int, int]:
@@ -507,7 +550,7 @@ def spill(
                     if (
                         tensor.packed
                         or not tensor.trained
-                        or (_in_backward(plan, work) and updates_in_backward(tensor))
+                        or (_in_backward(plan, work) and _updated_early(tensor, plan, work))
                     ):
                         continue
                     if tensor in on_device and turn < work.grad_accum - 1:
@@ -520,10 +563,12 @@ def spill(
                     # update.
                     outside_bytes = round_up(outside * tensor.gradient_dtype.itemsize, PAGE_BYTES)
                     spilled.gradients += outside_bytes
-                    if turn == 0 and tensor.shard is not None and projection(tensor, work) is not None:
-                        spilled.projected_later += outside_bytes
+                    projected = _projection_put_aside(tensor, work)
+                    if turn == 0 and projected is None and projection(tensor, work) is not None:
+                        in_memory = held[tensor] * plan.chunk_elements
+                        spilled.projected_later += _read_once_more(tensor, in_memory, plan)
                     first = turn == 0 or tensor in on_device
-                    if first and (projected := _projection_put_aside(tensor, work)) is not None:
+                    if first and projected is not None:
                         elements, nbytes = _put_aside(projected)
                         chunks = min(-(-elements // plan.chunk_elements), room)
                         room, projected_held = room - chunks, projected_held + chunks

@@ -52,7 +52,7 @@ class UpdatesInBackward:
         timeline: Timeline,
         in_flight_bytes: int,
     ) -> None:
-        """Update weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most."""
+        """TensorUpdate weights in the buffers of `streamer`. Gradients in use take about `in_flight_bytes` at most."""
         self._streamer, self._backward = streamer, streamer.backward_updates
         self._commit_log = commit_log
         self._timeline = timeline
@@ -96,7 +96,7 @@ class UpdatesInBackward:
 
     def _update(self, tensor: StoreTensor, segment: Segment) -> TensorUpdate:
         return TensorUpdate(
-            tensor, [segment], captured=False, write_through=self._commit_log.writes_through(in_backward=True)
+            tensor, segment.updated, captured=False, write_through=self._commit_log.writes_through(in_backward=True)
         )
 
     def _note_taken(self, place: ParameterEntry, optimizer: OptimizerProtocol, segment: Segment) -> None:

@@ -19,6 +19,8 @@ from memascend.errors import MemascendError
 from memascend.formats.hub import download
 from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
+from memascend.layout.experts import fused_experts
+from memascend.layout.registry import ranks_of
 from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
 from memascend.options import OPTION_NAMES, REPLACE, OffloadOptions
 from memascend.session.api import offload_of
@@ -195,10 +197,17 @@ def apollo_groups_with_decay(
     """Return the groups of `memascend.apollo_groups`, with weights' decay for all parameters but vectors.
 
     Only the matrices that `targets` names are projected: a regular expression that a module's whole name matches, or
-    parts of names, as in `TrainingArguments.optim_target_modules`. None and "all-linear" stand for all.
+    parts of names, as in `TrainingArguments.optim_target_modules`. None and "all-linear" stand for all. Experts in one
+    tensor are of the module that has them; over ranks they take AdamW.
     """
-    groups = apollo_groups(model, rank)
-    chosen = {id(module.weight) for name, module in model.named_modules() if _is_target(name, module, targets)}
+    groups = apollo_groups(model, rank, experts=ranks_of(model.parameters()) is None)
+    experts = {id(module) for module, _, _ in fused_experts(model)}
+    chosen = {
+        id(parameter)
+        for name, module in model.named_modules()
+        if _is_target(name, module, targets, id(module) in experts)
+        for parameter in (module.parameters(recurse=False) if id(module) in experts else [module.weight])
+    }
     matrices = [p for group in groups if "rank" in group for p in group["params"] if id(p) in chosen]
     if not matrices:
         raise ValueError(f"optim_target_modules={targets!r} names no matrix of the model: None stands for all")
@@ -212,8 +221,8 @@ def apollo_groups_with_decay(
     return [part for part in parts if part["params"]]
 
 
-def _is_target(name: str, module: nn.Module, targets: str | list[str] | None) -> bool:
-    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+def _is_target(name: str, module: nn.Module, targets: str | list[str] | None, has_experts: bool) -> bool:
+    if not (has_experts or isinstance(getattr(module, "weight", None), nn.Parameter)):
         return False
     if targets is None or targets == "all-linear":
         return True

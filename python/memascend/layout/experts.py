@@ -38,7 +38,7 @@ def find_experts(model: nn.Module) -> set[torch.Tensor]:
     adapted, in_layers = _adapted(model), first_in_layers(model)
     reasons: dict[str, None] = {}
     experts = set()
-    for module, name, parameter in _fused(model):
+    for module, name, parameter in fused_experts(model):
         if parameter.nbytes < EXPERTS_BYTES_MIN or parameter not in in_layers:
             continue
         reason = _reason_against(module, parameter, adapted)
@@ -66,10 +66,10 @@ def has_experts(model: nn.Module) -> bool:
 def adapted_experts(model: nn.Module) -> list[str]:
     """Return the names of fused experts' parameters that have adapters of PEFT, in their modules."""
     adapted = _adapted(model)
-    return [name for _, name, parameter in _fused(model) if parameter in adapted]
+    return [name for _, name, parameter in fused_experts(model) if parameter in adapted]
 
 
-def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def fused_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield the parameters of fused experts, with their modules and names there."""
     for module in model.modules():
         number = getattr(module, "num_experts", None)

@@ -10,7 +10,9 @@ import torch
 from memascend._memascend import StepScalars
 from memascend.durability import exact_json
 from memascend.errors import MemascendError
-from memascend.optim import apollo_moments
+from memascend.layout.experts import fused_experts
+from memascend.optim import apollo_experts, apollo_moments
+from memascend.optim.apollo_moments import EXPERTS_NDIM
 from memascend.optim.base import OffloadedOptimizer
 from memascend.optim.options import check_betas, check_from_zero, check_learning_rate
 from memascend.optim.rules import rule_for
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from memascend.streaming.updates import MeasuredGradient, Segment
 
 
+#: The numbers of a parameter that a store's record has: the entry there, and the key in `Optimizer.state`.
+_RECORDED = {"norms": "norm", "expert_steps": "steps"}
 #: Options on which the factors of channels depend, beside the options of the step's constants.
 _OF_FACTORS = ("betas", "eps", "rank", "scale", "scale_type", "scale_front", "update_proj_gap", "seed")
 
@@ -38,8 +42,9 @@ class Apollo(OffloadedOptimizer):
     The learning rates come from a random projection of the gradient to `rank` numbers a channel, and only those have
     moments. A channel is a row or a column of the matrix, whichever there are more of.
 
-    A group with a `rank` takes APOLLO, and holds matrices alone. A group without takes AdamW, as is usual for
-    embeddings, head and norms: `memascend.apollo_groups(model)` makes the two. Parameters that are given without groups
+    A group with a `rank` takes APOLLO, and holds matrices alone, or experts in one tensor, (experts, rows, columns):
+    each is a matrix, as if it were a parameter of its own. A group without takes AdamW, as is usual for embeddings,
+    head and norms: `memascend.apollo_groups(model)` makes the two. Parameters that are given without groups
     are a group with `rank`.
 
     Args:
@@ -146,8 +151,15 @@ class Apollo(OffloadedOptimizer):
     def _find_factors(self, group: dict[str, Any], backend: StateBackend, segment: Segment, grad_scale: float) -> None:
         if group["rank"] is None:
             return
+
+        def scalars_of(step: int, seed: int) -> StepScalars:
+            return self._scalars(group, step, step == 1, grad_scale, seed)
+
         with self._failing():
-            apollo_moments.find_factors(group, backend, segment, grad_scale)
+            if backend.parameter.ndim == EXPERTS_NDIM:
+                apollo_experts.find_factors(group, backend, segment, grad_scale, scalars_of)
+            else:
+                apollo_moments.find_factors(group, backend, segment, grad_scale)
 
     def _find_joined_factors(self, work: Sequence[tuple[dict[str, Any], StateBackend, Segment, float]]) -> None:
         with self._failing():
@@ -166,18 +178,35 @@ class Apollo(OffloadedOptimizer):
         return None if group["rank"] is None else tuple(group[name] for name in _OF_FACTORS)
 
     def projection_of(self, parameter: nn.Parameter) -> Projection | None:
-        """Return how the gradient of the parameter's next step is projected; None where it takes AdamW."""
-        group = next((group for group in self.param_groups if any(p is parameter for p in group["params"])), None)
-        if group is None or group["rank"] is None:
+        """Return how the gradient of the parameter's next step is projected as it is captured.
+
+        None where it takes AdamW, and for experts, whose gradients are projected in the step.
+        """
+        group = self._group_of(parameter)
+        if group["rank"] is None or parameter.ndim == EXPERTS_NDIM:
             return None
         return apollo_moments.projection_of(group, self._backends.of(parameter))
+
+    def backward_segment(self, parameter: nn.Parameter, addresses: tuple[int, int] | None) -> Segment | None:
+        """Return the parameter's next update; see `OffloadedOptimizer`.
+
+        Experts whose gradient a device has wait for the step, which projects it.
+        """
+        if addresses is None and parameter.ndim == EXPERTS_NDIM and self._group_of(parameter)["rank"] is not None:
+            return None
+        return super().backward_segment(parameter, addresses)
 
     def measured_in_backward(
         self, parameter: nn.Parameter, projection: Projection, address: int
     ) -> MeasuredGradient | None:
         """Return the source of the factors of an update of `backward_segment`; see `OffloadedOptimizer`."""
-        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        group = self._group_of(parameter)
         return apollo_moments.measured(group, self._backends.of(parameter), projection, address)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the group of a parameter; one without a rank for a parameter that is in none."""
+        groups = (group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        return next(groups, {"rank": None})
 
     def _step(self) -> None:
         self._check_failed()
@@ -214,20 +243,26 @@ class Apollo(OffloadedOptimizer):
     def describe(self, session: SessionProtocol) -> dict[str, Any]:
         """Return the optimizer's record for a store; see `OffloadedOptimizer.describe`."""
         self._check_failed()
-        norms = {
-            place.name: self.state[place.parameter]["norm"]
-            for place in session.places
-            if "norm" in self.state.get(place.parameter, {})
-        }
-        return super().describe(session) | {"norms": exact_json.encode(norms, "the norms of steps")}
+        described = super().describe(session)
+        for key, name in _RECORDED.items():
+            numbers = {
+                place.name: self.state[place.parameter][name]
+                for place in session.places
+                if name in self.state.get(place.parameter, {})
+            }
+            described[key] = exact_json.encode(numbers, f"the {key} of APOLLO")
+        return described
 
     def restore(self, described: dict[str, Any]) -> None:
         """Go on as the optimizer that `describe` described; see `OffloadedOptimizer.restore`."""
         super().restore(described)
         for group, described_group in zip(self.param_groups, described["groups"], strict=True):
             for parameter, name in zip(group["params"], described_group["params"], strict=True):
-                if name in described["norms"]:
-                    self.state[parameter]["norm"] = described["norms"][name]
+                for key, number in _RECORDED.items():
+                    if name in described.get(key, {}):
+                        self.state[parameter][number] = described[key][name]
+                if parameter.ndim == EXPERTS_NDIM and name in described["norms"]:
+                    apollo_experts.check_restored(parameter, name, self.state[parameter])
 
 
 class ApolloMini(Apollo):
@@ -257,23 +292,26 @@ class ApolloMini(Apollo):
         super().__init__(params, lr, betas, eps, weight_decay, rank=rank, scale=scale, scale_type=scale_type, **options)
 
 
-def apollo_groups(model: nn.Module, rank: int = 256, **options: Any) -> list[dict[str, Any]]:
+def apollo_groups(model: nn.Module, rank: int = 256, *, experts: bool = True, **options: Any) -> list[dict[str, Any]]:
     """Return two parameter groups of a model for `Apollo` or `ApolloMini`: matrices with `rank`, and the others.
 
-    The matrices are the weights of `torch.nn.Linear` modules, and of others of that name, but for the output layer.
-    Embeddings, head, norms and biases are in the second group, which takes AdamW. A group without parameters is left
-    out. `options` go with the first group: `scale`, `scale_type`, `update_proj_gap` and others.
+    The matrices are the weights of `torch.nn.Linear` modules, and of others of that name, but for the output layer; and
+    with `experts` those experts that transformers keeps in one tensor. Embeddings, head, norms and biases are in the
+    second group, which takes AdamW. A group without parameters is left out. `options` go with the first group: `scale`,
+    `scale_type`, `update_proj_gap` and others.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     tables |= set() if head is None else {id(parameter) for parameter in head.parameters()}
     matrices = {
-        id(module.weight): module.weight
+        id(module.weight)
         for module in model.modules()
         if isinstance(module, torch.nn.Linear) or type(module).__name__ in ("Linear", "Conv1D")
         if isinstance(module.weight, torch.nn.Parameter) and module.weight.ndim == 2 and id(module.weight) not in tables
     }
+    if experts:
+        matrices |= {id(parameter) for _, _, parameter in fused_experts(model)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if id(parameter) in matrices], "rank": rank, **options},
@@ -309,9 +347,9 @@ def _check_group(group: dict[str, Any]) -> None:
     group["params"] = parameters
     for entry in parameters:
         parameter = entry[1] if isinstance(entry, tuple) else entry
-        if isinstance(parameter, torch.Tensor) and (parameter.ndim != 2 or parameter.numel() == 0):
+        if isinstance(parameter, torch.Tensor) and (parameter.ndim not in (2, EXPERTS_NDIM) or parameter.numel() == 0):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is in a group with rank={group['rank']}, but APOLLO "
-                "takes matrices: put it in a group without rank, which takes AdamW; memascend.apollo_groups(model) "
-                "makes the groups of a model"
+                "takes matrices, and experts (experts, rows, columns): put it in a group without rank, which takes "
+                "AdamW; memascend.apollo_groups(model) makes the groups of a model"
             )

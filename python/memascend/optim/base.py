@@ -203,6 +203,7 @@ class OffloadedOptimizer(Optimizer):
                     backend.prepare(self.rule_of(group, parameter), room)
                     self._request(group, backend, room)
         self._backends.make(room)
+        self._backends.join_beside(self.param_groups)
 
     def _with_gradient(self) -> Iterable[tuple[dict[str, Any], torch.nn.Parameter]]:
         for session in self._backends.sessions:
@@ -263,7 +264,7 @@ class OffloadedOptimizer(Optimizer):
     def _turn(self, use: str) -> ExitStack:
         """Begin a use of the offloaded models, by this thread alone, until the end of a `with` block."""
         turns = ExitStack()
-        for session in self._backends.sessions:
+        for session in self._backends.joined:
             if not session.closed:
                 turns.enter_context(session.turns.take(use))
         return turns
@@ -422,7 +423,7 @@ class OffloadedOptimizer(Optimizer):
         self._backward_steps.forget()
         for group, parameter, states in saved_states:
             self._load(group, parameter, states)
-        for session in self._backends.sessions:
+        for session in self._backends.joined:
             session.commit_log.changed()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -447,12 +448,27 @@ class OffloadedOptimizer(Optimizer):
         """Return whether every parameter is of the model that `session` offloads."""
         return record.trains_only(self, session)
 
+    def can_be_recorded(self, session: SessionProtocol) -> bool:
+        """Return whether a generation of `session` can have the states of all parameters.
+
+        Those that are not on its store were added to its model since, and have states in memory.
+        """
+        return record.can_be_recorded(self, self._backends, session)
+
+    def added_states(self, session: SessionProtocol) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the states in memory of parameters that were added to the model of `session`, by their names."""
+        return record.added_states(self, session)
+
+    def restore_added(self, described: dict[str, Any], states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Go on with the `states` of added parameters, after `restore`."""
+        record.restore_added(self, self._backends, described, states)
+
     def describe(self, session: SessionProtocol) -> dict[str, Any]:
         """Return the optimizer's record for a store: names of parameters instead of parameters, and no tensors.
 
         Raises MemascendError where parameters are not all of the model that `session` offloads.
         """
-        if not self.trains_only(session):
+        if not self.can_be_recorded(session):
             raise MemascendError(
                 f"{type(self).__name__} also trains parameters that are not of the offloaded model, so that a step of "
                 "all of them cannot be made durable in its store: use an optimizer for each, or durability='none'"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memascend._memascend import Rule
 from memascend.durability import exact_json
+from memascend.durability.added import PREFIX, added_parameters
 from memascend.errors import CheckpointError
 from memascend.layout.parameter_state import StoreMoments
 from memascend.layout.units import StorePlane, raw_tensor_access
@@ -31,28 +34,77 @@ def empty_parameters(session: SessionProtocol) -> dict[str, nn.Parameter]:
 
 
 def trains_only(optimizer: Optimizer, session: SessionProtocol) -> bool:
-    """Return whether every parameter of an optimizer is of the model that `session` offloads."""
+    """Return whether every parameter of an optimizer is of the model that `session` offloads, and on its store."""
+    return not _others(optimizer, session)
+
+
+def _others(optimizer: Optimizer, session: SessionProtocol) -> set[int]:
+    """Return the identities of an optimizer's parameters that are not on the store of `session`."""
     offloaded = {id(place.parameter) for place in session.places}
     offloaded |= {id(parameter) for parameter in empty_parameters(session).values()}
-    return all(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - offloaded
+
+
+def can_be_recorded(optimizer: Optimizer, backends: StateBackends, session: SessionProtocol) -> bool:
+    """Return whether generations of `session` can have the states of all parameters of an optimizer.
+
+    Those that are not on the store have to be added to the model, with states in memory, in one process.
+    """
+    others = _others(optimizer, session)
+    if not others:
+        return True
+    if session.membership is not None or backends.state_stores is not None:
+        return False
+    return others <= {id(parameter) for parameter in added_parameters(session).values()}
+
+
+def added_states(optimizer: Optimizer, session: SessionProtocol) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the states in memory of an optimizer's parameters that were added to the model of `session`, by name."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        name: {
+            key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, torch.Tensor)
+        }
+        for name, parameter in added_parameters(session).items()
+        if id(parameter) in trained
+    }
+
+
+def restore_added(
+    optimizer: Optimizer,
+    backends: StateBackends,
+    described: dict[str, Any],
+    states: dict[str, dict[str, torch.Tensor]],
+) -> None:
+    """Give an optimizer of added parameters their step counts and rules as described, and their `states`."""
+    for group, described_group in zip(optimizer.param_groups, described["groups"], strict=True):
+        for parameter, name in zip(group["params"], described_group["params"], strict=True):
+            if name in described.get("added", {}):
+                arguments, numbers = described["added"][name]
+                backends.rules[parameter] = Rule(*arguments)
+                optimizer.state[parameter] = {**numbers, **states.get(name, {})}
 
 
 def describe(optimizer: Optimizer, backends: StateBackends, session: SessionProtocol) -> dict[str, Any]:
     """Return the options, step counts and rules of an optimizer, by the names of parameters."""
     places = {id(place.parameter): place for place in session.places}
     empty_names = {id(parameter): name for name, parameter in empty_parameters(session).items()}
-    groups, states, empty, numbers = [], {}, {}, {}
+    added_names = {id(parameter): name for name, parameter in added_parameters(session).items()}
+    groups, states, empty, added, numbers = [], {}, {}, {}, {}
     for group in optimizer.param_groups:
         names = []
         for parameter in group["params"]:
             place = places.get(id(parameter))
-            name = empty_names[id(parameter)] if place is None else place.name
+            name = (empty_names | added_names)[id(parameter)] if place is None else place.name
             names.append(name)
             numbers[name] = backends.numbers[parameter]
             rule, state = backends.rules.get(parameter), optimizer.state.get(parameter, {})
             if rule is None or "step" not in state:
                 continue
-            if place is None:
+            if id(parameter) in added_names:
+                values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+                added[name] = [rule.arguments, exact_json.encode(values, f"the state of {name}")]
+            elif place is None:
                 empty[name] = [int(state["step"]), rule.arguments]
             elif place.states.owner is optimizer:
                 states[name] = [int(state["step"]), rule.arguments, [plane.name for plane in place.states.made]]
@@ -65,7 +117,7 @@ def describe(optimizer: Optimizer, backends: StateBackends, session: SessionProt
         "states": states,
         "empty": empty,
         "numbers": numbers,
-    }
+    } | ({"added": added} if added else {})
 
 
 def restore(optimizer: Optimizer, backends: StateBackends, described: dict[str, Any]) -> None:
@@ -130,7 +182,7 @@ def find_states(session: SessionProtocol, record: dict[str, Any]) -> None:
     used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
     used |= {place.states.moments.name for place in session.places if place.states.moments is not None}
     for name in runtime.store.tensor_names():
-        if name not in used and not name.startswith(".buffers"):
+        if name not in used and not name.startswith((".buffers", PREFIX)):
             tensor_id = runtime.store.find_tensor(name)
             assert tensor_id is not None
             runtime.store.remove_tensor(tensor_id)

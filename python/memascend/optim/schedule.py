@@ -72,6 +72,8 @@ class Schedule:
         """Hand the updates of offloaded models to the fetches that will carry them out."""
         for session, units in self._deferred.items():
             for unit, updates in units.items():
+                for update in updates.values():
+                    update.divide()
                 session.streamer.updates.defer(unit, list(updates.values()))
 
     def run(self, copies: HostCopies) -> None:
@@ -84,22 +86,26 @@ class Schedule:
                 _update(segment, states, operands)
                 operands.copy_back()
         for store, updates in self._on_stores.items():
+            for update in updates.values():
+                update.divide()
             store.run(list(updates.values()))
         write_back(self._store_operands)
 
 
 def _update(segment: Segment, states: list[torch.Tensor], operands: Operands) -> None:
     weight, gradient = operands.addresses
-    step_host(
-        segment.rule,
-        segment.numel,
-        weight,
-        [state.data_ptr() for state in states],
-        gradient,
-        segment.scalars,
-        torch.get_num_threads(),
-        segment.factors,
-    )
+    for part in segment.updated:
+        first = part.start - segment.start
+        step_host(
+            part.rule,
+            part.numel,
+            weight + first * operands.weight.element_size(),
+            [state.data_ptr() + first * state.element_size() for state in states],
+            gradient + first * operands.gradient.element_size(),
+            part.scalars,
+            torch.get_num_threads(),
+            part.factors,
+        )
 
 
 def _add_segment(

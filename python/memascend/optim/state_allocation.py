@@ -84,8 +84,9 @@ def allocate(
     session.commit_log.wait_committed()
     runtime = session.runtime
     missing_state_bytes = sum(numel * torch.float32.itemsize for numel in moments.values())
-    # Captured gradients are stored projected too: half as much, and a sum for each channel.
-    missing_gradient_bytes = missing_state_bytes
+    # Captured gradients of matrices are stored projected too: half as much, and a sum for each channel.
+    of_matrices = (numel for place, numel in moments.items() if len(place.shape) == 2)
+    missing_gradient_bytes = sum(of_matrices) * torch.float32.itemsize
     for tensor, rules in tensors.items():
         planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
         missing_state_bytes += sum(plane.bytes(tensor.numel) for plane in planes)

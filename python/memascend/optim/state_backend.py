@@ -48,6 +48,8 @@ class BackendContext:
         self.state_stores = state_stores
         #: Offloaded models with room for this optimizer's states.
         self.sessions: list[Session] = []
+        #: Offloaded models whose generations have states in memory: of parameters that were added to them.
+        self.beside: list[Session] = []
         #: The number of each parameter, which selects its random numbers for stochastic rounding.
         self.numbers: dict[nn.Parameter, int] = {}
         #: The rule of the last step taken on each parameter.

@@ -11,13 +11,15 @@ rounded becomes the master: a master needs no making, and weights that the user 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from memascend.durability.added import added_parameters
 from memascend.layout.registry import place_of
 from memascend.optim.offloaded_state import OffloadedState
 from memascend.optim.ordinary_states import MemoryState, StoreState
 from memascend.optim.state_allocation import allocate
 from memascend.optim.state_backend import BackendContext
+from memascend.session.session import open_sessions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from memascend.optim.state_allocation import StateAllocation
     from memascend.optim.state_backend import StateBackend
+    from memascend.session.session import Session
 
 
 class StateBackends(BackendContext):
@@ -60,6 +63,19 @@ class StateBackends(BackendContext):
         if room.on_own_store:
             assert self.state_stores is not None
             self.state_stores.reserve(room.on_own_store)
+
+    @property
+    def joined(self) -> list[Session]:
+        """The offloaded models whose generations have any of this optimizer's states."""
+        return list(dict.fromkeys([*self.sessions, *self.beside]))
+
+    def join_beside(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Have steps be durable with the models that ordinary parameters were added to, where that is asked for."""
+        ordinary = {id(p) for group in groups for p in group["params"] if p.requires_grad and place_of(p) is None}
+        for session in open_sessions() if ordinary else ():
+            added = {id(parameter) for parameter in added_parameters(session).values()}
+            if session not in self.beside and ordinary & added and session.commit_log.join_beside(self.optimizer):
+                self.beside.append(session)
 
     def bring(self, backends: Iterable[tuple[StateBackend, bool]]) -> None:
         """Copy weights and gradients of a device to host memory, for updates on a store of the optimizer's own.

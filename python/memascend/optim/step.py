@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memascend.optim.rules import Algorithm
     from memascend.optim.state_backend import StateBackend
     from memascend.optim.state_backends import StateBackends
+    from memascend.session.session import Session
     from memascend.streaming.updates import Segment
 
 #: Gradients that are in work together where factors depend on the whole gradient: one is read or written while
@@ -113,7 +114,7 @@ class OptimizerStep:
     def plan(self) -> Schedule:
         """Make the room that the step takes and return its updates."""
         schedule = Schedule()
-        for session in {part.backend.session for part in self._parts}:
+        for session in {part.backend.session for part in self._parts} | set(self._beside):
             if session is not None:
                 session.commit_log.wait_committed(self._backends.optimizer)
         for backend, rule in self._reset:
@@ -171,5 +172,11 @@ class OptimizerStep:
             part.backend.count(part.rule)
         self._factors.clear()
         schedule.run(self._backends.copies)
-        for session in dict.fromkeys([*self._in_backward.confirmed(self._ahead), *schedule.sessions]):
+        sessions = [*self._in_backward.confirmed(self._ahead), *schedule.sessions, *self._beside]
+        for session in dict.fromkeys(sessions):
             session.stepped(self._backends.optimizer)
+
+    @property
+    def _beside(self) -> list[Session]:
+        """The models whose generations have states in memory, if the step changes any parameter."""
+        return [session for session in self._backends.beside if not session.closed] if self.takes_any else []

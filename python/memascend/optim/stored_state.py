@@ -6,8 +6,9 @@ from typing import Any, NoReturn
 
 from memascend.errors import MemascendError
 
-#: The keys of an entry: the number of steps, and the norm with which APOLLO's limiter compares the next one.
-NUMBERS = frozenset({"step", "norm"})
+#: The keys of an entry: the number of steps, and the norm with which APOLLO's limiter compares the next one. Of experts
+#: each one's number of steps too, and a norm for each.
+NUMBERS = frozenset({"step", "steps", "norm"})
 
 
 class StoredState(dict[str, Any]):

@@ -101,7 +101,8 @@ def _step_bytes(record: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> di
         kinds |= {name: "moments" for _, name, _ in tensor["moments"]}
     found: dict[str, int] = {}
     for tensor in tensors:
-        kind = kinds.get(tensor["name"], "buffers")
+        beside = "added parameters" if tensor["name"].startswith(".added") else "buffers"
+        kind = kinds.get(tensor["name"], beside)
         if kind != "frozen":  # No step writes it.
             found[kind] = found.get(kind, 0) + tensor["bytes"]
     return found

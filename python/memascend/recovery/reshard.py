@@ -29,7 +29,7 @@ from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
 from memascend.memory_plan.arena import Arena
 from memascend.ranks.locations import PATTERN, by_rank, locations_of
 from memascend.recovery.common_generation import opened_at_common_step
-from memascend.recovery.resume import read_record
+from memascend.recovery.resume import read_record, refuse_added
 from memascend.session.runtime import when_free
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def reshard(store: RankLocations, to: RankLocations, *, ranks: int) -> int:
     with ExitStack() as stack:
         sources = [stack.enter_context(closing(kept_store)) for kept_store in _open_sources(store)]
         records = [json.loads(kept_store.state or "") for kept_store in sources]
+        refuse_added(records[0])
         copied = _Copied(sources, _arrays_of(records[0], sources[0], ranks), _moments_of(records[0], sources), ranks)
         run = uuid.uuid4().hex
         made: list[list[Path]] = []
@@ -247,7 +248,13 @@ def _moments_of(record: dict[str, Any], sources: Sequence[ClosedStore]) -> list[
         places = {name: (shape, start) for name, shape, start, _ in tensor["parameters"]}
         elements, packed = _whole(tensor)
         for parameter, name, numel in tensor["moments"]:
-            (rows, columns), start = places[parameter]
+            shape, start = places[parameter]
+            if len(shape) != 2:
+                raise CheckpointError(
+                    f"{parameter} has experts in one tensor, which APOLLO has trained, and it does so in one process "
+                    "alone: go on in one, or export the weights (memascend export) and begin a new run over ranks"
+                )
+            rows, columns = shape
             moments = _Moments(name, parameter, (rows, columns), start, elements, packed, 0)
             _, count = moments.channels(0, len(sources))
             found.append(replace(moments, channel_bytes=numel // (2 * count) * torch.float32.itemsize))

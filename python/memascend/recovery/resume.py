@@ -15,6 +15,7 @@ from memascend import optim
 from memascend._memascend import ClosedStore, return_large_blocks_to_system
 from memascend.autograd.binding import materialise
 from memascend.common.sizes import AUTO
+from memascend.durability.added import Copies, added_parameters
 from memascend.durability.outline import what_it_has
 from memascend.durability.record import parse_record, restore_random_states, understanding
 from memascend.errors import CheckpointError, MemascendError
@@ -34,7 +35,7 @@ from memascend.session.rank_hooks import hooks_for
 from memascend.session.runtime import when_free
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from memascend.layout.units import Unit
     from memascend.optim.base import OffloadedOptimizer
@@ -91,6 +92,7 @@ def resume(
     experts: Experts = "whole",
     keep_store: bool | Literal["replace"] | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
+    add_adapters: Callable[[nn.Module], nn.Module] | None = None,
     process_group: Any = None,
     **options: Unpack[Tuning],
 ) -> Resumed:
@@ -113,6 +115,8 @@ def resume(
         recompute, micro_batch_size, tile_tokens: as in `memascend.offload`. None is as before. Other micro-batches or
             tiles have other bits.
         optimizer_classes: classes by name, for optimizers that are not memascend's own.
+        add_adapters: for a run whose adapters were added after `memascend.offload`: a function that is called with the
+            model, adds the same ones, with any values, and returns the model that the run goes on with.
         process_group: as in `memascend.offload`. Every rank resumes its own store, of a run with as many ranks
             (`memascend.reshard` makes it one); they go on from the last step that all of them have.
 
@@ -136,6 +140,8 @@ def resume(
         record = read_record(paths, tag)
         if ranks is None:
             refuse_share(record, ", ".join(map(str, paths)))
+        if add_adapters is None:
+            refuse_added(record)
         classes = {
             described["class"]: _class_of(described["class"], optimizer_classes or {})
             for described in record["optimizers"]
@@ -155,15 +161,22 @@ def resume(
                 session.checkpoints.delete(name for name in session.checkpoints.tags() if name not in tags)
             with understanding(paths):
                 find_states(session, record)
-                with torch.no_grad():
-                    session.commit_log.restore(record)
-            hooks.attach()
+            whole, states = model, {}
+            if add_adapters is not None:
+                hooks.attach()
+                whole = add_adapters(model)
+            with understanding(paths), torch.no_grad():
+                session.commit_log.restore(record)
+                if add_adapters is not None:
+                    states = session.commit_log.restore_beside(record)
+            if add_adapters is None:
+                hooks.attach()
             optimizers = []
             for described in record["optimizers"]:
                 name = described["class"]
                 # An error of a class of the program's own is not the record's fault.
                 with nullcontext() if name in (optimizer_classes or {}) else understanding(paths):
-                    optimizers.append(_make_optimizer(session, described, classes[name]))
+                    optimizers.append(_make_optimizer(session, described, classes[name], states))
             with understanding(paths):
                 restore_random_states(record["random"])
             if tag is not None:
@@ -175,7 +188,18 @@ def resume(
             session.keep_store = None
             session.close(failed=True)
             raise
-    return Resumed(model, optimizers, record["steps"])
+    return Resumed(whole, optimizers, record["steps"])
+
+
+def refuse_added(record: dict[str, Any]) -> None:
+    """Raise CheckpointError for a run whose model had parameters added to it, which only its program can add."""
+    names = [name for _, pack in record.get("added", []) for name, *_ in pack]
+    if names:
+        raise CheckpointError(
+            f"the run has parameters that were added to the model after memascend.offload, such as {names[0]}: give "
+            "memascend.resume a function that adds them again, such as add_adapters=lambda model: "
+            "peft.get_peft_model(model, config)"
+        )
 
 
 def _free_closed(model: nn.Module) -> None:
@@ -247,6 +271,11 @@ def restore_checkpoint(
     Raises StoreError if the store has no checkpoint of that name, before anything has changed.
     """
     session = offload_of(model)
+    if session.commit_log.has_beside:
+        raise MemascendError(
+            "parameters were added to the model after memascend.offload: close it (memascend.close), and go on with "
+            "memascend.resume(store, add_adapters=...)"
+        )
     if tag is not None:
         session.checkpoints.check(tag)
     whole = session.model()
@@ -398,10 +427,13 @@ def _class_of(name: str, classes: Mapping[str, type]) -> type:
     return cls
 
 
-def _make_optimizer(session: Session, described: dict[str, Any], cls: type) -> OffloadedOptimizer:
-    """Make an optimizer again from the result of its `describe`."""
-    parameters = {place.name: place.parameter for place in session.places} | empty_parameters(session)
+def _make_optimizer(session: Session, described: dict[str, Any], cls: type, states: Copies) -> OffloadedOptimizer:
+    """Make an optimizer again from the result of its `describe`, with the `states` of added parameters."""
+    parameters = {place.name: place.parameter for place in session.places}
+    parameters |= empty_parameters(session) | added_parameters(session)
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in described["groups"]]
     optimizer = cls(groups, nonfinite=described["nonfinite"])
     optimizer.restore(described)
+    if states:
+        optimizer.restore_added(described, states)
     return optimizer

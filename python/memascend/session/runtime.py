@@ -167,6 +167,11 @@ def close_at_exit(holder: StoreHolder) -> None:
     waits.watch(_any_open)
 
 
+def open_holders() -> list[StoreHolder]:
+    """Return the holders of open stores in this process."""
+    return [holder for holder in list(_open_holders) if not holder.runtime.closed]
+
+
 def _any_open() -> bool:
     """Return whether a store is open, for a thread that looks while others open and close them."""
     try:

@@ -24,7 +24,7 @@ from memascend.session.checkpoints import Checkpoints
 from memascend.session.fill import Filling
 from memascend.session.host_budget import HostBudget
 from memascend.session.parts import find_tensors, make_gradients, make_streamer, open_within_limits, slow_tuning
-from memascend.session.runtime import close_at_exit, forget, open_runtime, store_paths, unused
+from memascend.session.runtime import close_at_exit, forget, open_holders, open_runtime, store_paths, unused
 from memascend.session.sites import site_of
 from memascend.slicing.slices import Slicing
 from memascend.slicing.tiles import Tiling
@@ -415,7 +415,7 @@ class Session:
                 self._what_stays(),
             )
             return
-        if self.keep_store and (outside := self.trained_outside()):
+        if self.keep_store and not commit_log.has_beside and (outside := self.trained_outside()):
             _log.warning("%s is trained, but not on the store that is kept: save it yourself", outside[0])
         # Steps that were updated in place were never committed.
         if self.keep_store or (commit_log.period == 0 and commit_log.was_restored):
@@ -465,3 +465,8 @@ class Session:
         finally:
             # Whatever failed before: other programs of the process are not to be limited by a model that is closed.
             self.site.release()
+
+
+def open_sessions() -> list[Session]:
+    """Return the sessions of this process that are open."""
+    return [holder for holder in open_holders() if isinstance(holder, Session)]

@@ -27,8 +27,15 @@ class Segment:
     host: tuple[int, int] | None = None
     #: The factors of a matrix's channels, which APOLLO finds when the step is carried out.
     factors: ChannelFactors | None = None
+    #: Of a parameter that holds experts: those that APOLLO updates, found with their factors.
+    parts: list[Segment] | None = None
     #: Which element of the parameter `start` is, for the random numbers of stochastic rounding.
     first_element: int = 0
+
+    @property
+    def updated(self) -> list[Segment]:
+        """The segments to update: its parts, if it has any, or itself."""
+        return [self] if self.parts is None else self.parts
 
 
 @dataclass(slots=True)
@@ -55,6 +62,10 @@ class TensorUpdate:
     captured: bool = True
     #: Whether units that stay in memory are written too; otherwise the next commit writes them.
     write_through: bool = True
+
+    def divide(self) -> None:
+        """Have the parts of segments take their places, once they are found."""
+        self.segments = [part for segment in self.segments for part in segment.updated]
 
     @property
     def dtype(self) -> str:

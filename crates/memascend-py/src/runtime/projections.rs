@@ -8,7 +8,7 @@ use memascend_kernels::Projected;
 use pyo3::prelude::*;
 
 use super::cell::RuntimeCell;
-use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection};
+use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection, StackedMoments};
 use crate::errors::exec_error;
 use crate::handles::TensorId;
 
@@ -163,5 +163,40 @@ impl RuntimeProjections {
         let (measured, options) = (measured.get(), options.get());
         py.detach(|| measured.stored_factors(inner.projecting(), moments, written, threads, options))
             .map_err(|error| exec_error(&error))
+    }
+
+    /// Begins the next value of the moments of several matrices alike, those of each `bytes` from those of the one
+    /// before. `written` says whether the tensor holds any yet.
+    fn begin_stack(
+        &self,
+        moments: &Bound<'_, TensorId>,
+        written: bool,
+        bytes: usize,
+    ) -> PyResult<StackedMoments> {
+        let inner = self.0.inner()?;
+        StackedMoments::begin(inner.projecting().0, moments.get().0, written, bytes)
+            .map_err(|error| exec_error(&error))
+    }
+
+    /// `ProjectedGradient.factors` with both moments of matrix number `matrix` of a stack.
+    fn stacked_factors(
+        &self,
+        py: Python<'_>,
+        measured: &Bound<'_, ProjectedGradient>,
+        stack: &Bound<'_, StackedMoments>,
+        matrix: usize,
+        threads: usize,
+        options: &Bound<'_, FactorOptions>,
+    ) -> PyResult<(ChannelFactors, f64)> {
+        let inner = self.0.inner()?;
+        let (measured, stack, options) = (measured.get(), stack.get(), options.get());
+        py.detach(|| measured.stacked_factors(inner.projecting(), stack, matrix, threads, options))
+            .map_err(|error| exec_error(&error))
+    }
+
+    /// Leaves the moments of matrix number `matrix` of a stack as they are.
+    fn keep_stacked(&self, py: Python<'_>, stack: &Bound<'_, StackedMoments>, matrix: usize) -> PyResult<()> {
+        let (inner, stack) = (self.0.inner()?, stack.get());
+        py.detach(|| stack.keep(inner.projecting(), matrix)).map_err(|error| exec_error(&error))
     }
 }
