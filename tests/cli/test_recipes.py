@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Train
 
 from memascend.cli import main
 from memascend.integrations.transformers import Trainer, TrainerMixin
+from memascend.recovery.resume import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +153,11 @@ def taken(room: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("task", "others"),
-    [("classify", ["--eval", "0.25", "--eval-steps", "2"]), ("dpo", ["--lora-rank", "4"]), ("orpo", [])],
+    [
+        ("classify", ["--eval", "0.25", "--eval-steps", "2", "--durability", "every:50"]),
+        ("dpo", ["--lora-rank", "4"]),
+        ("orpo", []),
+    ],
     ids=["evaluated", "adapters", "orpo"],
 )
 def test_a_task_goes_on_after_every_kind_of_end(
@@ -169,6 +174,7 @@ def test_a_task_goes_on_after_every_kind_of_end(
             assert f"holds the model after step {taken(room)[-1]}" in ended.err
             assert f"holds the run after step {taken(room)[-1]}: --resume goes on" in ended.err
             assert json.loads((room / "out" / "interrupted.json").read_text())["steps"] == taken(room)[-1]
+            assert "--lora-rank" in others or read_record([room / "store"])["steps"] == taken(room)[-1]
         assert (room / "out" / name).is_file()  # The model so far stays through SIGKILL.
     assert main.main(again[:-1]) == main.BAD_INPUT
     assert "--resume" in capfd.readouterr().err

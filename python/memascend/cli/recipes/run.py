@@ -28,7 +28,7 @@ from memascend.errors import DataError, OutputError
 from memascend.formats.config import load_config
 from memascend.hardware.drives import is_device
 from memascend.options import REPLACE
-from memascend.session.api import find_offload, offload_of
+from memascend.session.api import find_offload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,13 +104,12 @@ def _train(task: Task, settings: Settings, trainer: Any, interrupts: Interrupts)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else goes_on or None)
     except Stopped as stopped:
         signal_number = stopped.signal_number
-        offload_of(base).flush()
         # Reporters end as after the last step.
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     interrupts.graceful = False
     steps = int(trainer.state.global_step)
     with writing(out):
-        trainer.save_model(str(out))
+        trainer.save_model(str(out))  # Commits the last step, whatever the durability.
         if signal_number is not None:
             note_interrupted(out, settings, steps)
             return Outcome(steps, signal_number)
