@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import requirements
 import tiny_models
 import torch
 from safetensors.torch import save_file
@@ -222,43 +221,6 @@ def test_every_cgroup_above_counts_and_page_cache_is_free(
     available, why = memory_limits.available_memory()
     assert available == 60 * MIB
     assert "/outer allows" in why
-
-
-@pytest.fixture
-def memory_cgroup() -> Iterator[Callable[[int], Path]]:
-    """Make memory cgroups of the kernel's with a limit; skips where that is not allowed."""
-    made: list[Path] = []
-
-    def make(limit: int) -> Path:
-        try:
-            parent, limit_name = _own_memory_cgroup()
-            group = parent / f"memascend-test-{os.getpid()}-{len(made)}"
-            group.mkdir()
-            made.append(group)
-            (group / limit_name).write_text(str(limit))
-        except OSError as error:
-            requirements.unmet("root", f"cannot make a memory cgroup here: {error}")
-        return group
-
-    yield make
-    for group in made:
-        group.rmdir()
-
-
-def _own_memory_cgroup() -> tuple[Path, str]:
-    """Return the memory cgroup to make others in (this process's own, or the root), and the name of a limit's file."""
-    first = cgroups.CGROUPS / "memory"
-    if (first / "memory.limit_in_bytes").exists():
-        entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-        own = next(path for _, controllers, path in entries if "memory" in controllers.split(","))
-        parent = first / own.lstrip("/")
-        # In a container the path may be the host's.
-        return parent if parent.exists() else first, "memory.limit_in_bytes"
-    # A group of the second version has either processes or limited groups, and only the root may have both.
-    control = cgroups.CGROUPS / "cgroup.subtree_control"
-    if "memory" not in control.read_text().split():
-        control.write_text("+memory")
-    return cgroups.CGROUPS, "memory.max"
 
 
 #: Two matrices of 64 MiB each in a model with next to nothing besides: with a gradient for each kept off the SSD, a

@@ -284,6 +284,16 @@ def test_all_experts_are_no_matrix(
     caplog.clear()
 
 
+def test_an_expert_without_tokens_is_not_read(offloaded: Callable[..., nn.Module]) -> None:
+    model = pieces(offloaded, build("mixtral"))
+    weight, read = model.model.layers[0].mlp.experts.down_proj, memascend.stats(model)["ssd_bytes_read"]
+    inputs = torch.ones(0, weight.shape[2], dtype=weight.dtype, requires_grad=True)
+    outputs = torch.nn.functional.linear(inputs, weight[3])
+    outputs.sum().backward()
+    assert outputs.shape == (0, weight.shape[1]) and inputs.grad is not None and inputs.grad.shape == inputs.shape
+    assert memascend.stats(model)["ssd_bytes_read"] == read
+
+
 def test_weights_that_change_before_the_backward_pass_are_refused(offloaded: Callable[..., nn.Module]) -> None:
     model = adapt(pieces(offloaded, build("qwen3_moe"), recompute=False))
     loss = model(**batch(1)).loss

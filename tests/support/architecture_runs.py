@@ -98,11 +98,14 @@ def outcome(name: str, room: Path, seen: architecture_tables.Seen | None = None)
         return "refused", reason_of(error, room)
 
 
-def find(model_type: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a small model of an architecture that can be trained in memory, and inputs for it."""
+def find(model_type: Any, **changed: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a small model of an architecture that can be trained in memory, and inputs for it.
+
+    `changed` are values of its configuration.
+    """
     not_built, not_trained = None, None
     try:
-        for config in small_models.configurations(model_type):
+        for config in small_models.configurations(model_type, **changed):
             try:
                 model = build(model_type, config)
             except Exception as error:

@@ -67,13 +67,13 @@ def enlarge_vocabularies(tokens: int) -> None:
 # ---- configurations -----------------------------------------------------------------------------------------
 
 
-def configurations(model_type: Any) -> Iterator[PreTrainedConfig]:
-    """Yield small configurations of an architecture; raise the last error if there is none."""
+def configurations(model_type: Any, **changed: Any) -> Iterator[PreTrainedConfig]:
+    """Yield small configurations of an architecture with `changed` values; raise the first error if there is one."""
     default = model_type.config_class()
     error: Exception | None = None
     for divisor in DIVISORS:
         try:
-            config = model_type.config_class(**smaller(default, divisor))
+            config = model_type.config_class(**smaller(default, divisor) | changed)
         except Exception as raised:
             error = error or raised
         else:

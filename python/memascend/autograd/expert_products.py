@@ -51,6 +51,8 @@ class Products:
     ) -> torch.Tensor:
         """Return `product(rows, weight)` of experts in this order; no tensor holds the weight of one after that."""
         experts = self.experts
+        if not len(rows):
+            return product(rows, rows.new_zeros(()).expand(experts.shape))  # whose shape alone matters: none is read
         result: torch.Tensor | None = None
         experts.pieces.begin(experts.place)
         for order, number in enumerate(numbers):

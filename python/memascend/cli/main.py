@@ -17,6 +17,11 @@ from memascend.errors import DataError
 
 __all__ = ["BAD_INPUT", "FAILED", "SIGNALLED", "main", "run"]
 
+#: Products of bfloat16 are compiled for each number of rows, and kept: 1,024 of them by oneDNN, which reads the first
+#: variable, and as many by PyTorch's layer above it, which reads the second, both at the first product. The experts of
+#: a mixture get another number of tokens in every step. A layer of a model that is no mixture has about 30 products.
+PRODUCTS_KEPT, PRODUCTS_VARIABLES = 64, ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. An error is one line, never a traceback."""
@@ -56,6 +61,8 @@ def run() -> NoReturn:
     All files are closed and written when `main` returns. The interpreter is not finalised on the way out: with the
     state that an interrupted backward pass leaves in PyTorch, finalisation has crashed after the run's last line.
     """
+    for name in PRODUCTS_VARIABLES:
+        os.environ.setdefault(name, str(PRODUCTS_KEPT))
     code = main()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

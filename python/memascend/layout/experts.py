@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 #: Classes that keep experts fused without that interface, and give all tokens to each, by `torch.bmm`.
 BATCHED = ("Llama4TextExperts",)
+#: Classes that do so, and multiply by the experts one after the other.
+SINGLE = ("JetMoeParallelExperts", "LongcatFlashExperts")
 #: Before this version of PyTorch, transformers asks for the address of the experts, or multiplies by a function of its
 #: own.
 GROUPED_FROM = "2.11"
@@ -72,12 +74,13 @@ def adapted_experts(model: nn.Module) -> list[str]:
 def fused_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield the parameters of fused experts, with their modules and names there."""
     for module in model.modules():
-        number = getattr(module, "num_experts", None)
+        number, kind = getattr(module, "num_experts", None), type(module).__name__
         by_interface = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
-        if number is None or not (by_interface or type(module).__name__ in BATCHED):
+        if not (by_interface or kind in BATCHED + SINGLE):
             continue
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim == 3 and len(parameter) == number:
+            # Some experts without weights are counted in one tensor, and not in the other.
+            if parameter is not None and parameter.ndim == 3 and (kind in SINGLE or len(parameter) == number):
                 yield module, name, parameter
 
 
@@ -85,7 +88,7 @@ def _reason_against(module: nn.Module, parameter: torch.Tensor, adapted: set[tor
     """Say why experts are not read one by one; None where they can be."""
     if parameter in adapted:
         return "has adapters, which are added to all experts at once"
-    if type(module).__name__ in BATCHED:
+    if type(module).__name__ in BATCHED + SINGLE:
         return None
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation not in IMPLEMENTATIONS:
