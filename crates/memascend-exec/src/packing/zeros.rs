@@ -98,12 +98,14 @@ mod tests {
             let signed_at = words_at + words.len();
             let packed_at = signed_at + signed.len();
             let half = 1 << (bits - 1);
-            let kinds: [(Zeros, usize, &dyn Fn(usize) -> usize); 3] = [
-                (Zeros::Half, packed_at, &|_| half),
-                (Zeros::Words(stored(words_at)), packed_at, &zero),
-                (Zeros::Signed(stored(signed_at)), packed_at + packed.len(), &zero),
+            let kinds = [
+                (Zeros::Half, packed_at),
+                (Zeros::Words(stored(words_at)), packed_at),
+                (Zeros::Signed(stored(signed_at)), packed_at + packed.len()),
             ];
-            for (zeros, position, zero) in kinds {
+            for (zeros, position) in kinds {
+                let is_half = matches!(zeros, Zeros::Half);
+                let zero = |block| if is_half { half } else { zero(block) };
                 if bits != 8 && matches!(zeros, Zeros::Signed(_)) {
                     continue;
                 }
