@@ -43,18 +43,23 @@ SOAK_SEEDS ?= 120
 SOAK_KILLS ?= 60
 SOAK_FAULTS ?= 380
 SOAK_PROGRAMS ?= 10000
+# Of whole stores on simulated drives, and of the code that writes manifests over simulated directories and devices.
+POWER_CUTS = export MEMASCEND_SEEDS=$(SOAK_SEEDS) && \
+	cargo test --profile checked --workspace --quiet --test power -- --show-output && \
+	cargo test --profile checked --package memascend-nvme --quiet --lib power -- --show-output
 soak: test-rust loom $(WHEEL) $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_FAULTS, SOAK_PROGRAMS): hours
-	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
+	$(POWER_CUTS)
 	MEMASCEND_SEEDS=10000 cargo test --profile checked --workspace --quiet --test simulated
 	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
 	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
 # What of the soak breaks stores: failing calls and allocations, tampered manifests, power cuts, kills of whole runs.
 faults: $(WHEEL) $(STAMPS)/test ## break stores (SOAK_FAULTS, SOAK_KILLS, SOAK_SEEDS; MEMASCEND_SEED)
-	MEMASCEND_SEEDS=$(SOAK_SEEDS) cargo test --profile checked --workspace --quiet --test power
+	$(POWER_CUTS)
 	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
 	MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_KILLS=$(SOAK_KILLS) $(MAKE) test-python \
-		ARGS="-m '' --timeout 7200 -rP durability/test_faulty_calls.py durability/test_killed_loops.py recovery/test_kills.py"
+		ARGS="-m '' --timeout 7200 -rP durability/test_faulty_calls.py durability/test_killed_loops.py recovery/test_kills.py \
+		integrations/test_killed_trainer.py"
 
 coverage: ## print which branches of memascend-nvme and memascend-store their tests take (ARGS=--missed: the lines of others)
 	$(PYTHON) tests/branch_coverage.py $(ARGS)

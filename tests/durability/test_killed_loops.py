@@ -1,7 +1,7 @@
 """Loops that are killed at any instant, again and again: each goes on, and ends with the bits of memory.
 
 MEMASCEND_KILLS says how often (default: a few). `recovery/test_kills.py` kills the command line, and
-`integrations/test_trainer.py` the Trainer.
+`integrations/test_killed_trainer.py` the Trainer.
 """
 
 from __future__ import annotations

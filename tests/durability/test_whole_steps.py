@@ -252,6 +252,47 @@ def test_a_loop_over_parts_that_is_stopped(tmp_path: Path) -> None:
     memascend.close(resumed.model)
 
 
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_a_run_that_is_stopped_between_the_steps_of_two_optimizers(tmp_path: Path, is_caught: bool) -> None:
+    """Each optimizer has a step of its own: a program that catches the interrupt has, as in memory, the first alone."""
+
+    def go(model: Net, both: list[memascend.AdamW], first: int, last: int, stops: bool = False) -> None:
+        for number in range(first, last):
+            torch.manual_seed(number)
+            model(torch.rand(8, WIDTH)).backward()
+            for optimizer in both:
+                optimizer.step()
+                if stops:
+                    raise KeyboardInterrupt
+                optimizer.zero_grad()
+
+    def optimizers(model: Net) -> list[memascend.AdamW]:
+        return [memascend.AdamW(part.parameters(), lr=1e-2) for part in (model.layers, model.head)]
+
+    reference = build()
+    of_reference = optimizers(reference)
+    go(reference, of_reference, 0, WHOLE)
+    if is_caught:
+        with suppress(KeyboardInterrupt):
+            go(reference, of_reference, WHOLE, WHOLE + 1, stops=True)
+    model = memascend.offload(build(), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
+    both = optimizers(model)
+    go(model, both, 0, WHOLE)
+    with suppress(KeyboardInterrupt):
+        try:
+            go(model, both, WHOLE, WHOLE + 1, stops=True)
+        except KeyboardInterrupt:
+            if not is_caught:
+                memascend.close(model)
+                raise
+    memascend.close(model)
+    resumed = memascend.resume(tmp_path / "s", model=build(), **LEAST)
+    assert resumed.steps == WHOLE + is_caught
+    same(dict(memascend.parameters_of(resumed.model)), dict(reference.named_parameters()))
+    same(dict(resumed.model.named_buffers()), dict(reference.named_buffers()))
+    memascend.close(resumed.model)
+
+
 # ---- weights that the program writes ------------------------------------------------------------------------------
 
 

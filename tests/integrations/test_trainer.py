@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import random
-import subprocess
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import forked
 import huggingface_hub
 import pytest
 import torch
@@ -308,36 +303,6 @@ def test_any_other_trainer_takes_the_mixin(offloaded: Callable[..., nn.Module], 
     trainer = make(offloaded(build()), tmp_path / "out", cls=HalvedTrainer)
     trainer.train()
     assert not differing(weights(trainer.model), weights(expected.model))
-
-
-def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    def start(folder: Path) -> forked.Program:
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        variables = forked.variables() | {"HF_HUB_OFFLINE": "1"}
-        return forked.Program(["-P", trainer_runs.__file__, folder], env=variables, **pipes)
-
-    def finish(folder: Path) -> Any:
-        process = start(folder)
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output
-        return json.loads((folder / "result.json").read_text())
-
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    build().save_pretrained(whole / "model")
-    build().save_pretrained(killed / "model")
-    expected = finish(whole)
-    instants = random.Random(2)
-    for _ in range(int(os.environ.get("MEMASCEND_KILLS", "2"))):
-        process = start(killed)
-        while process.poll() is None and not (killed / "out" / "store" / "memascend.json").exists():
-            time.sleep(0.01)
-        # The file grows with every step; kill at one of them.
-        log, steps = killed / "out" / "metrics.jsonl", instants.randint(1, 9)
-        while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= steps):
-            time.sleep(0.002)
-        process.kill()
-        process.communicate()
-    assert finish(killed) == expected
 
 
 def test_apollo_by_its_name(tmp_path: Path) -> None:

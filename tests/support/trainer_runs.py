@@ -117,7 +117,8 @@ def main(folder: Path) -> None:
     for name, value in sorted(weights(trainer.model).items()):
         digest.update(name.encode() + value.view(torch.uint8).numpy().tobytes())
     result = {"weights": digest.hexdigest(), "log": logged(trainer), "best": trainer.state.best_global_step}
-    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "result.new").write_text(json.dumps(result))
+    (folder / "result.new").rename(folder / "result.json")
 
 
 if __name__ == "__main__":

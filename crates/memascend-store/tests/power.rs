@@ -418,15 +418,18 @@ fn a_power_cut_at_any_operation_leaves_the_last_generation_or_the_new_one() {
 #[test]
 fn a_store_that_is_overwritten_in_place_has_a_whole_generation_or_none() {
     let root = root();
+    let mut cuts = 0;
     every_kind(|kind| {
         for_each_seed(1, |seed| {
             let faults = Faults { torn: true, reorder: 4, ..Faults::default() };
             let kind = Kind { faults, in_place: true, ..kind };
             for at in 1..=operations(kind, root.path(), seed) {
                 cut(kind, root.path(), seed, at);
+                cuts += 1;
             }
         });
     });
+    eprintln!("{cuts} power cuts of stores that are overwritten in place");
 }
 
 /// Writes of data and of notes fail now and then, as on a full disk.

@@ -138,5 +138,6 @@ fn a_note_survives_a_power_cut_after_every_operation() {
             }
         }
     }
+    println!("{cuts} crash states of {seeds} seeds");
     assert!(cuts > 1000, "{cuts} crash states are too few to show anything");
 }
