@@ -16,8 +16,8 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE TH
            -o -name '*.typed' -o -name '*.cu' \))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# One at a time: several targets that make runs at once install into the same environment. PIP_OPTIONS: more for pip.
-PIP := flock $(VENV)/pip.lock $(BIN)/python -m pip install --quiet --no-input $(PIP_OPTIONS)
+# One at a time: several targets that make runs at once install into the same environment.
+PIP := flock $(VENV)/pip.lock $(BIN)/python -m pip install --quiet --no-input
 RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
