@@ -31,7 +31,7 @@ demo: $(WHEEL) $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard librar
 	$(BIN)/memascend demo $(ARGS)
 
 check: lint ## check formatting, lints and types, and run the tests that find most: minutes
-	$(call run-cargo,--lib)
+	$(call run-cargo,--lib --exclude memascend-py)
 	$(PYTEST) $(AT_ONCE) -m core .
 
 # Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
