@@ -31,7 +31,7 @@ demo: $(WHEEL) $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard librar
 	$(BIN)/memascend demo $(ARGS)
 
 check: lint ## check formatting, lints and types, and run the tests that find most: minutes
-	$(call run-cargo,--lib)
+	$(call run-cargo,--lib --exclude memascend-py)
 	$(PYTEST) $(AT_ONCE) -m core .
 
 # Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
@@ -65,15 +65,18 @@ coverage: ## print which branches of memascend-nvme and memascend-store their te
 	$(PYTHON) tests/branch_coverage.py $(ARGS)
 
 # cargo-nextest runs the tests of all crates at once, but no doc tests; without it, cargo runs one crate after another.
+# To look for doc tests rustdoc compiles a crate anew: only crates with code blocks are given to it.
+DOC_TESTED = $(shell awk 'FNR == 1 { open = 0 } /^ *\/\/[\/!] ```/ { open = !open; if (open && !/```text/) print FILENAME }' \
+	$$(find crates -path '*/src/*' -name '*.rs') | cut -d/ -f2 | sort -u)
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
-# The bindings, which would be built a second time, and the benchmarks have no Rust tests.
-RUST_TESTS := --workspace --exclude memascend-py --exclude memascend-bench
+# With the bindings, which have no Rust tests: crates are then asked for the features that the wheel asks of them.
+RUST_TESTS := --workspace
 run-cargo = $(if $(NEXTEST),cargo nextest run --cargo-profile checked $(RUST_TESTS) --status-level fail --final-status-level none \
 	--hide-progress-bar,cargo test --profile checked $(RUST_TESTS) --quiet) $(1)
 
 test-rust: ## run the tests of the Rust crates
 	$(call run-cargo)
-	$(if $(NEXTEST),MAKEFLAGS= cargo test --profile checked $(RUST_TESTS) --quiet --doc)
+	$(if $(NEXTEST),$(foreach crate,$(DOC_TESTED),MAKEFLAGS= cargo test --profile checked --package $(crate) --quiet --doc &&)) true
 
 loom: ## try the orders of threads that the pool allows, on loom's models
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
@@ -98,10 +101,11 @@ fuzz-records: $(WHEEL) $(STAMPS)/test ## replace values of records, headers and 
 	MEMASCEND_FUZZ=$(FUZZ_RECORDS) $(MAKE) test-python ARGS="--timeout 7200 durability/test_record_schema.py formats/test_fuzzed_files.py"
 
 # From tests/, with -P, so that the package tested is the installed one and not the source tree. One process more than there
-# are processors: tests wait for a drive much of their time. PyTorch's threads would do little but wait for each other: a
-# test of threads sets their number.
+# are processors: tests wait for a drive much of their time. They are forked from one that has imported and collected
+# (tests/support/forked_workers.py). PyTorch's threads would do little but wait for each other: a test of threads sets
+# their number.
 PYTEST := cd tests && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
-AT_ONCE ?= -n $(shell expr $$(nproc) + 1) --dist worksteal
+AT_ONCE ?= --workers $(shell expr $$(nproc) + 1)
 test-python: $(WHEEL) $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's, all cases then)
 	$(if $(ARGS),,export MEMASCEND_SAMPLED=1 && )$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
 
@@ -221,7 +225,8 @@ $(STAMPS)/venv:
 # The `cli` extra comes with the wheel: torch and transformers are the long part of the first run.
 $(WHEEL): $(STAMPS)/venv $(SOURCES)
 	rm -f dist/*.whl $(STAMPS)/wheel-*
-	$(BIN)/maturin build --profile $(WHEEL_PROFILE) --quiet --interpreter $(BIN)/python --out dist
+	$(BIN)/maturin build --profile $(WHEEL_PROFILE) $(if $(filter checked,$(WHEEL_PROFILE)),--features as-tested) --quiet \
+		--interpreter $(BIN)/python --out dist
 	$(PIP) --force-reinstall --no-deps dist/memascend-*.whl
 	$(PIP) "$$(echo dist/memascend-*.whl)[cli]"
 	touch $@

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import fake_cuda
 import float32_products
+import forked
+import forked_workers
 import pytest
 import requirements
 import sampling
@@ -147,9 +149,23 @@ def on_device(fake: fake_cuda.Fake, store: Path) -> Iterator[Callable[..., nn.Mo
     fake.assert_clean()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the number of processes that run tests."""
+    parser.addoption("--workers", type=int, default=0, metavar="N", help="run tests in N processes forked from this")
+
+
 def pytest_configure() -> None:
     """Refuse a MEMASCEND_REQUIRE that cannot be understood before any test runs."""
     requirements.required()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run tests in several processes, if that is asked for."""
+    count = session.config.getoption("workers")
+    if not count or session.config.getoption("collectonly") or session.testsfailed:
+        return None
+    forked_workers.run(session, count)
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -157,10 +173,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sampling.sample(config, items)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave objects imported by now out of all collections: there are a million objects, and tests ask for many."""
     gc.collect()
     gc.freeze()
+    if session.config.getoption("workers") and not session.config.getoption("collectonly"):
+        forked.begin(session.config._tmp_path_factory.getbasetemp() / "programs.txt")  # type: ignore[attr-defined]
 
 
 def pytest_sessionfinish() -> None:

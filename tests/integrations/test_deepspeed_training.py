@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed_run
 import faults
+import forked_workers
 import pytest
 from deepspeed_parts import IN_MEMORY, LARGER_PARTS, MIB, PARTS, POOLS, STREAMS, for_pools, for_streaming
 from deepspeed_run import environment
@@ -62,7 +63,7 @@ RANKS = {"ranks": 2, "sub_group": 1_000_000}
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The results of each rank of each run, by the name of the run. One of pytest's processes has it all trained."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if os.environ.keys() & {"PYTEST_XDIST_WORKER", forked_workers.VARIABLE}:
         folder = folder.parent
     folder = folder / "trained"
     folder.mkdir(exist_ok=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import pytest
 import requirements
 import tiny_models
@@ -361,10 +359,7 @@ def test_what_set_up_refuses(store: Path, tmp_path: Path, closing: Callable[[Any
 def test_pytorch_lightning_alone(store: Path, tmp_path: Path) -> None:
     """With the older of the two packages, in a process that cannot import the other."""
     requirements.package("lightning", "pytorch_lightning")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", _ALONE, str(store), str(tmp_path)], env=environment, capture_output=True, text=True
-    )
+    done = forked.run(["-c", _ALONE, store, tmp_path], env=forked.variables())
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("trained\n")
 

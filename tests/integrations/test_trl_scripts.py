@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -72,8 +71,7 @@ def run(room: Path, script: str, out: str, *others: str) -> None:
     words += ["--gradient_checkpointing", "False", "--dtype", "bfloat16", *OPTIONS[script], *others]
     module = "memascend.integrations.trl_scripts" if "--host_memory" in others else "trl_in_memory"
     environment = forked.variables() | {"PYTHONPATH": os.pathsep.join([str(room), *sys.path])}
-    command = [sys.executable, "-m", module, script, *words]
-    done = subprocess.run(command, env=environment, cwd=room, capture_output=True, text=True, timeout=240)
+    done = forked.run(["-m", module, script, *words], env=environment, cwd=room, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -92,6 +90,5 @@ def test_a_script_has_the_bits_of_memory(script: str, tmp_path: Path) -> None:
 
 
 def test_a_script_that_there_is_none_of_is_named() -> None:
-    command = [sys.executable, "-m", "memascend.integrations.trl_scripts", "sftt"]
-    done = subprocess.run(command, env=forked.variables(), capture_output=True, text=True, timeout=60)
+    done = forked.run(["-m", "memascend.integrations.trl_scripts", "sftt"], env=forked.variables(), timeout=60)
     assert done.returncode and "give one of TRL's scripts, sft, dpo, kto, reward, grpo" in done.stderr

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import pytest
 import tiny_models
 import torch
@@ -323,9 +324,7 @@ except memascend.BudgetError as error:
     assert "ulimit -v" in str(error), error
     sys.exit(7)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1] / "support"
-    )
+    done = forked.run(["-c", script], cwd=Path(__file__).parents[1] / "support")
     assert done.returncode == 7, done.stderr
     assert not (tmp_path / "store").exists()
 
@@ -440,7 +439,7 @@ except memascend.HostMemoryError as error:
     empty_pinned(1 << 19, torch.uint8, allocator="locked")
     raise SystemExit(7)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forked.run(["-c", script])
     assert done.returncode == 7, done.stderr
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
+import forked
 import pytest
 import torch
 from small_net import Net, assert_same, step
@@ -186,19 +186,21 @@ def test_a_missing_folder_above_a_store_is_named(tmp_path: Path) -> None:
 
 
 def test_processes_that_share_a_store_are_told_of_the_rank(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = (
-        f"import sys; from memascend._memascend import Volume; v = Volume({str(store)!r}); print(flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    program = f"""
+import os
+from memascend._memascend import Volume
+volume = Volume({str(store)!r})
+print(os.getpid(), flush=True)
+input()
+"""
+    with forked.Program(["-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
-        other.stdout.readline()
-        with pytest.raises(memascend.StoreError, match=f"in use by process {other.pid}") as caught:
+        number = int(other.stdout.readline())
+        with pytest.raises(memascend.StoreError, match=f"in use by process {number}") as caught:
             begin(store)
         assert "{rank}" not in str(caught.value)
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(memascend.StoreError, match=f"in use by process {other.pid}") as caught:
+        with pytest.raises(memascend.StoreError, match=f"in use by process {number}") as caught:
             begin(store)
         assert "2 processes were launched: to divide one model over them, call torch.distributed" in str(caught.value)
         assert f"store='{store}{{rank}}'" in str(caught.value)

@@ -7,13 +7,13 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import faults
+import forked
 import pytest
 import tiny_models
 import torch
@@ -98,8 +98,8 @@ WITH_WORKER = """
 
 def resume_beside_a_worker(store: Path | str, engine: str) -> None:
     """Kill a run, and resume it while a worker that it has forked lives."""
-    command = [sys.executable, "-c", textwrap.dedent(WITH_WORKER), str(store), engine]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = ["-c", textwrap.dedent(WITH_WORKER), store, engine]
+    other = forked.Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None and other.stdout is not None
     worker = 0
     try:
@@ -379,20 +379,18 @@ def test_a_process_that_ends_without_close(store: Path, ending: str, keep_store:
 
 def test_a_store_in_use_by_another_process(store: Path) -> None:
     code = f"""
-        import sys, torch, memascend
+        import os, sys, torch, memascend
         model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
         memascend.offload(model, store={str(store)!r}, host_memory="256MiB", allocator="pageable")
-        print("ready", flush=True)
+        print(os.getpid(), flush=True)
         sys.stdin.read()
     """
-    other = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    other = forked.Program(["-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None and other.stdout is not None
     try:
-        assert other.stdout.readline() == "ready\n"
+        number = int(other.stdout.readline())
         files = sorted(file.name for file in store.iterdir())
-        with pytest.raises(memascend.StoreError, match=f"in use by process {other.pid}") as caught:
+        with pytest.raises(memascend.StoreError, match=f"in use by process {number}") as caught:
             memascend.offload(tiny_models.build("llama"), store=store, host_memory="256MiB", allocator="pageable")
         assert caught.value.errno == errno.EBUSY and str(store) in str(caught.value)
         assert sorted(file.name for file in store.iterdir()) == files

@@ -25,6 +25,30 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
 
+#: The number of the process that the test run began with, of which others may be forked.
+_run = os.getpid()
+
+
+def begin(told: Path) -> None:
+    """Start both servers for this process and those forked from it; they import while this process goes on.
+
+    Processes that are started by `context()` write to the file `told` what they write to no other stream.
+    """
+    python()
+    streams = [os.dup(stream) for stream in (1, 2)]
+    with told.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        try:
+            context()
+        finally:
+            for stream, before in zip((1, 2), streams, strict=True):
+                os.dup2(before, stream)
+                os.close(before)
+    # Processes that are forked from this one could not ask whether the server still runs.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+
+
 def variables() -> dict[str, str]:
     """Return the environment in which a program finds the same modules."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -51,7 +75,7 @@ def python() -> str:
     """
     if os.environ.get("MEMASCEND_FRESH"):
         return sys.executable
-    name = f"memascend-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    name = f"memascend-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or _run}"
     room = Path(tempfile.gettempdir()) / name
     room.mkdir(mode=0o700, exist_ok=True)
     address, program = room / "socket", room / "python"

@@ -2,9 +2,8 @@
 //! beside plain passes over memory. Bytes per second count reads and writes of a step.
 
 use std::hint::black_box;
-use std::time::Duration;
 
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use memascend_bench::measure;
 use memascend_kernels::{
     Algorithm, GRADIENT_BLOCK, GradientStats, Moments, Rule, StepScalars, Weight, add_bf16, add_f16,
     copy_bf16, copy_f16, step,
@@ -72,48 +71,37 @@ fn scalars(algorithm: Algorithm) -> StepScalars {
     }
 }
 
-fn plain(criterion: &mut Criterion) {
+fn plain() {
     const BYTES: usize = 512 << 20;
-    let mut group = criterion.benchmark_group("plain");
-    group.sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
     for threads in THREADS {
         let mut source = vec![1u64; BYTES / 8];
         let mut target = vec![2u64; BYTES / 8];
         let share = source.len() / threads;
-        group.throughput(Throughput::Bytes(BYTES as u64));
-        group.bench_function(format!("read, {threads} threads"), |bencher| {
-            bencher.iter(|| {
-                std::thread::scope(|scope| {
-                    for part in source.chunks(share) {
-                        scope.spawn(move || black_box(part.iter().fold(0u64, |sum, x| sum.wrapping_add(*x))));
-                    }
-                });
+        measure(&format!("plain/read, {threads} threads"), BYTES, || {
+            std::thread::scope(|scope| {
+                for part in source.chunks(share) {
+                    scope.spawn(move || black_box(part.iter().fold(0u64, |sum, x| sum.wrapping_add(*x))));
+                }
             });
         });
-        group.throughput(Throughput::Bytes(2 * BYTES as u64));
-        group.bench_function(format!("copy, {threads} threads"), |bencher| {
-            bencher.iter(|| {
-                std::thread::scope(|scope| {
-                    for (target, source) in target.chunks_mut(share).zip(source.chunks(share)) {
-                        scope.spawn(move || target.copy_from_slice(black_box(source)));
-                    }
-                });
+        measure(&format!("plain/copy, {threads} threads"), 2 * BYTES, || {
+            std::thread::scope(|scope| {
+                for (target, source) in target.chunks_mut(share).zip(source.chunks(share)) {
+                    scope.spawn(move || target.copy_from_slice(black_box(source)));
+                }
             });
         });
-        group.bench_function(format!("add one in place, {threads} threads"), |bencher| {
-            bencher.iter(|| {
-                std::thread::scope(|scope| {
-                    for part in source.chunks_mut(share) {
-                        scope.spawn(move || part.iter_mut().for_each(|x| *x = x.wrapping_add(1)));
-                    }
-                });
+        measure(&format!("plain/add one in place, {threads} threads"), 2 * BYTES, || {
+            std::thread::scope(|scope| {
+                for part in source.chunks_mut(share) {
+                    scope.spawn(move || part.iter_mut().for_each(|x| *x = x.wrapping_add(1)));
+                }
             });
         });
     }
-    group.finish();
 }
 
-fn variants(criterion: &mut Criterion) {
+fn variants() {
     let adamw = Algorithm::AdamW { amsgrad: false };
     let mut rules = Vec::new();
     for weight in [Weight::Bf16Split, Weight::Bf16, Weight::F16Master, Weight::F32] {
@@ -131,44 +119,40 @@ fn variants(criterion: &mut Criterion) {
     ] {
         rules.push(Rule { algorithm, moments: Moments::F32, weight: Weight::Bf16Split });
     }
-    let mut group = criterion.benchmark_group("step");
-    group.sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
     for rule in rules {
         let mut tensor = Tensor::new(rule);
         let scalars = scalars(rule.algorithm);
-        group.throughput(Throughput::Bytes(tensor.traffic_bytes() as u64));
+        let bytes = tensor.traffic_bytes();
         for threads in THREADS {
             let Rule { algorithm, moments, weight } = rule;
-            let name = format!("{algorithm:?}, {moments:?} moments, {weight:?}, {threads} threads");
-            group.bench_function(name, |bencher| bencher.iter(|| tensor.step(threads, &scalars)));
+            let name = format!("step/{algorithm:?}, {moments:?} moments, {weight:?}, {threads} threads");
+            measure(&name, bytes, || tensor.step(threads, &scalars));
         }
     }
-    group.finish();
 }
 
 /// Capture of gradients, on one thread. A format is its kernels for copying and for adding.
-fn gradients(criterion: &mut Criterion) {
+fn gradients() {
     type Kernel = fn(&mut [u16], &[u16], &mut GradientStats);
     let source = vec![0x2E91u16; ELEMENTS];
     let mut target = vec![0x0102u16; ELEMENTS];
-    let mut group = criterion.benchmark_group("gradient");
-    group.sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
-    let kernels: [(&str, u64, Kernel); 4] = [
+    let kernels: [(&str, usize, Kernel); 4] = [
         ("copy_bf16", 4, copy_bf16),
         ("copy_f16", 4, copy_f16),
         ("add_bf16", 6, add_bf16),
         ("add_f16", 6, add_f16),
     ];
     for (name, bytes, kernel) in kernels {
-        group.throughput(Throughput::Bytes(bytes * ELEMENTS as u64));
-        group.bench_function(name, |bencher| {
-            let mut stats = GradientStats::default();
-            bencher.iter(|| kernel(&mut target, black_box(&source), &mut stats));
-            black_box(stats);
+        let mut stats = GradientStats::default();
+        measure(&format!("gradient/{name}"), bytes * ELEMENTS, || {
+            kernel(&mut target, black_box(&source), &mut stats)
         });
+        black_box(stats);
     }
-    group.finish();
 }
 
-criterion_group!(benches, plain, gradients, variants);
-criterion_main!(benches);
+fn main() {
+    plain();
+    gradients();
+    variants();
+}
