@@ -429,6 +429,21 @@ def test_inputs_of_layers_go_where_they_are_sent(tmp_path):
             assert found["ssd_traffic"]["planned"][direction]["activations_bytes"] == spilled
 
 
+def test_larger_batches_are_proposed_where_the_gpu_holds_them(tmp_path):
+    folder = saved(SMALL, tmp_path)
+
+    def proposed(**known):
+        return {saving["change"]: saving for saving in on_gpu(folder, **known)[0]["endurance"]["savings"]}
+
+    change, sliced = "--batch-size 8 --micro-batch-size 2 --grad-accum 1", {"batch_size": 8, "micro_batch_size": 2}
+    for activations in ("ssd", "host"):
+        where = {"memory": 192 << 20, "activations": activations}
+        found, _ = on_gpu(folder, **where, **sliced)
+        assert proposed(**where, grad_accum=4)[change]["step_bytes"] == found["endurance"]["step"]["total_bytes"]
+    # The inputs of layers do not fit there.
+    assert change not in proposed(memory=192 << 20, grad_accum=4)
+
+
 def test_updates_in_the_backward_pass_of_a_gpu_put_no_gradients_aside(tmp_path, capfd):
     folder = saved(SMALL, tmp_path)
     (forward, _), (backward, _) = (on_gpu(folder, update=update) for update in ("forward", "backward"))
