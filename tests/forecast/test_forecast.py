@@ -24,6 +24,7 @@ from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.kinds import KINDS
 from memascend.forecast.replay import Replay
 from memascend.forecast.step_time import step_time
+from memascend.forecast.total_memory import CALL_BYTES
 from memascend.hardware import gpu
 from memascend.hardware.gpu import Rate
 from memascend.layout.units import Unit, partition
@@ -246,7 +247,11 @@ def test_traffic_of_micro_batches_that_go_through_each_layer(spare, tmp_path, of
     assert_measured(found, seen)
     moved = found["ssd_traffic"]
     assert "4 sequences of 128 tokens, 1 at a time in each layer" in as_text(found)
-    once = forecast(tmp_path / "config", **work | {"batch_size": 1})["ssd_traffic"]
+    plain = forecast(tmp_path / "config", **work | {"batch_size": 1})
+    once = plain["ssd_traffic"]
+    # Of 8 layers 3 more calls each.
+    assert (plain["pytorch"]["calls_bytes"], found["pytorch"]["calls_bytes"]) == (0, 24 * CALL_BYTES)
+    assert "calls of layers with slices" in as_text(found)
     for direction in ("read", "written"):
         more, one = ((part["planned"][direction]) for part in (moved, once))
         more, one = (part["total_bytes"] - part["activations_bytes"] for part in (more, one))
