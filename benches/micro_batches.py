@@ -9,8 +9,9 @@ A step takes N micro-batches of one sequence. "sliced" calls the model once with
 "accumulated" N times, "in memory" N times without a store (AdamW in float32). Each runs in a process of its own, by
 turns, with the budget of --memory, or the least that reads ahead, and without durable steps. The time of a step is the
 median of the rounds' medians; memory is the peak above the imports. Beside the bytes stands the forecast of
-`memascend.forecast`. With --check: sliced weights, states and gradients within 1.05 of one micro-batch's, the forecast
-within 3% of the measured bytes.
+`memascend.forecast`, and beside the peak the plan with its estimate of PyTorch's share. With --check: sliced weights,
+states and gradients within 1.05 of one micro-batch's, the forecast within 3% of the measured bytes, and the peak grows
+by no more than the plan says and a tenth of the least number's peak.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ PEER = "zero-infinity"
 #: Limit of the traffic of any number of micro-batches, as a share of one's weights, states and gradients; and how far a
 #: forecast may be off.
 MOVED_MOST, FORECAST_OFF = 1.05, 0.03
+#: By how much of the least number's peak a peak may grow beside what the plan says.
+PEAK_GROWTH = 0.1
 
 
 # --- the child: one system, one number of micro-batches ---
@@ -50,13 +53,14 @@ def child(job: dict) -> dict:
     shape = (count, job["tokens"])
     ids = torch.randint(0, words(job["model"]), shape, generator=torch.Generator().manual_seed(SEED))
     steps = []
-    for _ in range(job["warmup"] + job["steps"]):
+    for number in range(job["warmup"] + job["steps"]):
         begin, before = time.perf_counter(), training.ssd_bytes() or (0, 0)
         total = 0.0
-        parts = (ids,) if sliced else ids.split(1)
+        given = ids if number >= job["warmup"] else ids[: job["warmup_batches"]]
+        parts = (given,) if sliced else given.split(1)
         for part in parts:
             loss = training.model(input_ids=part, labels=part).loss
-            share = len(part) / count
+            share = len(part) / len(given)
             # DeepSpeed divides by its accumulation steps itself, and takes a step at the last of them.
             training.backward(loss if kind == PEER else loss * share)
             if kind == PEER and part is not parts[-1]:
@@ -75,14 +79,15 @@ def child(job: dict) -> dict:
 
 
 def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) -> dict[str, int]:
-    """Return the bytes of a step by `memascend.forecast`: in all, and those that are not activations'."""
+    """Return the bytes of a step by `memascend.forecast`, those without activations, and the planned memory."""
     from memascend.forecast.forecast import forecast
 
     work = {"batch_size": count, "micro_batch_size": 1} if sliced else {"batch_size": 1, "grad_accum": count}
     moved = forecast(Path(model_dir), seq_len=args.tokens, budget=args.memory, durability="none", **work)
     parts = [moved["ssd_traffic"]["planned"][direction] for direction in ("read", "written")]
     total = sum(part["total_bytes"] for part in parts)
-    return {"total": total, "without_activations": total - sum(part["activations_bytes"] for part in parts)}
+    memory = {"plan": moved["host_memory"]["total_bytes"], "pytorch": moved["pytorch"]["estimated_bytes"]}
+    return {"total": total, "without_activations": total - sum(part["activations_bytes"] for part in parts)} | memory
 
 
 def overlapping(model_dir: str, tokens: int) -> int:
@@ -105,6 +110,7 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
         "host_memory": args.memory,
         "durability": "none",
         "warmup": args.warmup,
+        "warmup_batches": args.warmup_batches,
         "steps": args.steps,
     }
     environment = {"DS_ACCELERATOR": "cpu"} if system == PEER else {}
@@ -145,7 +151,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         rows.append(_row(entry, args.tokens, parameters))
     missed = _missed(entries) if args.check else []
     header = ["micro-batches", "", "step, s", "us a token", "GB a step", "bytes a parameter", "KB a token", "forecast"]
-    print("\n" + markdown([*header, "peak, GB"], rows))
+    print("\n" + markdown([*header, "peak, GB", "planned"], rows))
     results = {
         "machine": machine(workdir),
         "model": args.model,
@@ -171,7 +177,12 @@ def _row(entry: dict, tokens: int, parameters: int) -> list[str]:
         f"{entry['moved'] / in_step / 1e3:.1f}",
         f"{entry['forecast']['total'] / GB:.2f}" if "forecast" in entry else "",
         f"{entry['peak_bytes'] / GB:.2f}",
+        f"{_planned_memory(entry) / GB:.2f}" if "forecast" in entry else "",
     ]
+
+
+def _planned_memory(entry: dict) -> int:
+    return entry["forecast"]["plan"] + entry["forecast"]["pytorch"]
 
 
 def _missed(entries: list[dict]) -> list[str]:
@@ -185,6 +196,11 @@ def _missed(entries: list[dict]) -> list[str]:
         once = sliced[least]["forecast"]["without_activations"]
         if moved > MOVED_MOST * once:
             missed.append(f"{count} micro-batches move {moved / once:.2f} of what {least} does, activations apart")
+        grown = entry["peak_bytes"] - sliced[least]["peak_bytes"]
+        told = _planned_memory(entry) - _planned_memory(sliced[least])
+        if grown > told + PEAK_GROWTH * sliced[least]["peak_bytes"]:
+            more = f"{grown / GB:.2f} GB more than {least}; the plan says {told / GB:.2f}"
+            missed.append(f"{count} micro-batches take {more}")
     for entry in (entry for entry in entries if "forecast" in entry):
         off = entry["moved"] / max(entry["forecast"]["total"], 1) - 1
         if abs(off) > FORECAST_OFF:
@@ -203,6 +219,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
+    text = "micro-batches of a warm-up step, where bytes are counted alone (default: all)"
+    parser.add_argument("--warmup-batches", type=int, help=text)
     parser.add_argument("--check", action="store_true", help="exit 1 where a limit is missed")
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--workdir", type=Path, help="on the drive to measure; empty (default: made here)")

@@ -10,8 +10,9 @@ without. Its peak of resident memory, less what there was after importing, less 
 --check: the share with tiles within 10% of the estimate, and at most a quarter of that without. The losses stand beside
 it: they are equal where the shapes of the products decide nothing.
 
-With --activations ssd the inputs of layers go to the SSD. How long the computing thread stands still because of them,
-a step, is in the last columns: until an input has left (forward pass), and until it is back (backward pass).
+--tiles-only leaves out the runs without tiles. With --activations ssd the inputs of layers go to the SSD. How long the
+computing thread stands still because of them, a step, is in the last columns: until an input has left (forward pass),
+and until it is back (backward pass).
 """
 
 from __future__ import annotations
@@ -123,15 +124,16 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
     model_dir = write_model(workdir / "model")
     entries, rows, missed = [], [], []
     for tokens in args.tokens:
-        with_tiles, without = (measure(model_dir, workdir, args, tokens, tile) for tile in (args.tile, None))
-        entries += [with_tiles, without]
+        tiles = (args.tile,) if args.tiles_only else (args.tile, None)
+        measured = [measure(model_dir, workdir, args, tokens, tile) for tile in tiles]
+        entries += measured
+        with_tiles, without = measured[0], None if args.tiles_only else measured[1]
         off = with_tiles["share_bytes"] / with_tiles["estimated_bytes"] - 1
-        part = with_tiles["share_bytes"] / without["share_bytes"]
         if abs(off) > ESTIMATE_OFF:
             missed.append(f"{tokens} tokens: {off:+.1%} beside the estimate")
-        if part > SHARE_MOST:
+        if without is not None and (part := with_tiles["share_bytes"] / without["share_bytes"]) > SHARE_MOST:
             missed.append(f"{tokens} tokens: {part:.2f} of the share without tiles")
-        for entry in (with_tiles, without):
+        for entry in measured:
             rows.append(
                 [
                     f"{tokens:,}",
@@ -139,7 +141,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
                     f"{entry['share_bytes'] / 2**20:.0f}",
                     f"{entry['estimated_bytes'] / 2**20:.0f}",
                     f"{entry['share_bytes'] / entry['estimated_bytes'] - 1:+.1%}",
-                    f"{entry['share_bytes'] / without['share_bytes']:.2f}",
+                    "" if without is None else f"{entry['share_bytes'] / without['share_bytes']:.2f}",
                     f"{entry['step_s']:.1f}",
                     " ".join(f"{loss:.7f}" for loss in entry["losses"]),
                     f"{entry['leaves_s']:.2f}",
@@ -160,6 +162,7 @@ def main() -> int:
     tile = lambda text: text if text == "auto" else int(text)  # noqa: E731
     parser.add_argument("--tokens", type=numbers, default=[32768, 131072], help="of the sequence")
     parser.add_argument("--tile", type=tile, default="auto", help="tokens of a tile (default: auto)")
+    parser.add_argument("--tiles-only", action="store_true", help="leave out the runs without tiles")
     parser.add_argument("--steps", type=int, default=2)
     text = "where inputs of layers wait (default: host, as far as there is room)"
     parser.add_argument("--activations", choices=["host", "ssd"], default="host", help=text)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from memascend.errors import BudgetError
 from memascend.forecast.deepspeed import forecast as behind_deepspeed
-from memascend.forecast.forecast import forecast
+from memascend.forecast.forecast import Gpu, forecast
+from memascend.hardware.gpu import Rate
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +59,33 @@ def test_the_plan_behind_deepspeed_is_that_of_the_forecast(tmp_path: Path) -> No
     (tmp_path / "ds_config.json").write_text(json.dumps(settings))
     found = behind_deepspeed.forecast(CONFIGS / "llama-3.1-8b.json", tmp_path / "ds_config.json")
     assert behind_deepspeed.as_text(found) in (ROOT / "docs/how-to/deepspeed.md").read_text()
+
+
+def test_the_plan_of_a_long_context_is_that_of_the_forecast() -> None:
+    page = _text("docs/how-to/long-contexts.md")
+    rates = dict.fromkeys(("flops", "h2d", "d2h", "dram", "ssd", "update"), Rate(1e9, "given"))
+
+    def planned(tile_tokens: str | None) -> dict[str, Any]:
+        gpu = Gpu(24 * GIB, rates, "ssd")
+        known = {"seq_len": 131072, "batch_size": 1, "budget": 16 * GIB, "tile_tokens": tile_tokens}
+        return forecast(CONFIGS / "llama-3.1-8b.json", gpu=gpu, **known)
+
+    with pytest.raises(BudgetError, match=r"(?s)the least is 38\.4 GiB .*; 75629 fit") as refused:
+        planned(None)
+    assert "1 x   33.5 GiB" in str(refused.value)
+    assert "| 38.4 GiB: refused, 75,629 tokens fit |" in page and "| 33.5 GiB |" in page
+    found = planned("auto")
+    device, moved = found["gpu"]["device_memory"], found["ssd_traffic"]["planned"]
+    layer = next(line for line in device["lines"] if line["consumer"] == "one layer, recomputed")
+    cached = device["lines"][0]["note"].removesuffix(" cached")
+    assert f"{device['smallest_bytes'] / GIB:.1f} GiB; the rest caches {cached} layers" in page
+    assert f"| 33.5 GiB | {layer['nbytes'] / GIB:.1f} GiB |" in page
+    read, written, inputs = (
+        f"{nbytes / 1e9:.0f}"
+        for nbytes in (*(moved[d]["total_bytes"] for d in ("read", "written")), moved["read"]["activations_bytes"])
+    )
+    assert f"{read} and {written} GB, {inputs} GB of each inputs of layers" in page
+    assert f"all but {found['host_memory']['smallest_bytes'] / GIB:.1f} keeps" in page
 
 
 def _letters(name: str) -> str:

@@ -24,6 +24,7 @@ from memascend.forecast.forecast import Gpu, as_text, forecast
 from memascend.forecast.kinds import KINDS
 from memascend.forecast.replay import Replay
 from memascend.forecast.step_time import step_time
+from memascend.forecast.total_memory import CALL_BYTES
 from memascend.hardware import gpu
 from memascend.hardware.gpu import Rate
 from memascend.layout.units import Unit, partition
@@ -254,7 +255,11 @@ def test_traffic_of_micro_batches_that_go_through_each_layer(spare, tmp_path, of
     assert_measured(found, seen)
     moved = found["ssd_traffic"]
     assert "4 sequences of 128 tokens, 1 at a time in each layer" in as_text(found)
-    once = forecast(tmp_path / "config", **work | {"batch_size": 1})["ssd_traffic"]
+    plain = forecast(tmp_path / "config", **work | {"batch_size": 1})
+    once = plain["ssd_traffic"]
+    # Of 8 layers 3 more calls each.
+    assert (plain["pytorch"]["calls_bytes"], found["pytorch"]["calls_bytes"]) == (0, 24 * CALL_BYTES)
+    assert "calls of layers with slices" in as_text(found)
     for direction in ("read", "written"):
         more, one = ((part["planned"][direction]) for part in (moved, once))
         more, one = (part["total_bytes"] - part["activations_bytes"] for part in (more, one))
@@ -435,6 +440,21 @@ def test_inputs_of_layers_go_where_they_are_sent(tmp_path):
         assert there["d2h"] == pytest.approx(here["d2h"] + 2 * inputs, rel=0.01)
         for direction in ("read", "written"):
             assert found["ssd_traffic"]["planned"][direction]["activations_bytes"] == spilled
+
+
+def test_larger_batches_are_proposed_where_the_gpu_holds_them(tmp_path):
+    folder = saved(SMALL, tmp_path)
+
+    def proposed(**known):
+        return {saving["change"]: saving for saving in on_gpu(folder, **known)[0]["endurance"]["savings"]}
+
+    change, sliced = "--batch-size 8 --micro-batch-size 2 --grad-accum 1", {"batch_size": 8, "micro_batch_size": 2}
+    for activations in ("ssd", "host"):
+        where = {"memory": 192 << 20, "activations": activations}
+        found, _ = on_gpu(folder, **where, **sliced)
+        assert proposed(**where, grad_accum=4)[change]["step_bytes"] == found["endurance"]["step"]["total_bytes"]
+    # The inputs of layers do not fit there.
+    assert change not in proposed(memory=192 << 20, grad_accum=4)
 
 
 def test_updates_in_the_backward_pass_of_a_gpu_put_no_gradients_aside(tmp_path, capfd):

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import memascend
+from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,32 +38,35 @@ SLICES = Cut("micro_batch_size", 1, memascend.run_in_slices, "whole batch")
 TILES = Cut("tile_tokens", 3, memascend.run_in_tiles, "whole sequences")
 
 
-def run(pipe: Any, name: str, room: Path, cut: Cut = SLICES) -> None:
-    """Send the outcome of the architecture `name`, and its reason."""
+def run(pipe: Any, name: str, room: Path) -> None:
+    """Send the outcome of the architecture `name` on slices and then on tiles, and the reasons."""
     architecture_runs._keep_quiet()
-    pipe.send(outcome(name, room, cut))
-
-
-def run_in_tiles(pipe: Any, name: str, room: Path) -> None:
-    """Send the outcome of the architecture `name` on tiles, and its reason."""
-    run(pipe, name, room, TILES)
-
-
-def outcome(name: str, room: Path, cut: Cut) -> tuple[str, str]:
-    """Return "cut", "whole" where some layers are not cut, "refused", "wrong" or "not trained", and why."""
     try:
-        pristine, inputs = architecture_runs.find(getattr(transformers, name))
+        found = architecture_runs.find(getattr(transformers, name))
     except (architecture_runs.NotBuiltError, architecture_runs.NotTrainedError) as error:
-        return "not trained", str(error)
+        for _ in (SLICES, TILES):
+            pipe.send(("not trained", str(error)))
+        return
+    for cut in (SLICES, TILES):
+        pipe.send(outcome(*found, room / cut.option, cut))
+
+
+def outcome(pristine: nn.Module, inputs: dict[str, Any], room: Path, cut: Cut) -> tuple[str, str]:
+    """Return what becomes of a model, and why.
+
+    "cut"; "partly" where some layers are not; "whole" where none is; "none" where it has no repeated layer that is
+    called with more than a slice or a tile; "refused"; "wrong"; "not trained" where two runs in memory differ.
+    """
     gradients = sum(1 for _ in pristine.parameters()) if cut is TILES else 0
     if far := _apart(*(_evaluated(pristine, inputs, cut, applied) for applied in (False, True)), gradients):
         return "wrong", f"they do not compute what the whole does: {far}"
     in_memory, model = cut.in_memory(copy.deepcopy(pristine), cut.size), copy.deepcopy(pristine)
     expected = architecture_runs.train(in_memory, inputs)
     try:
-        memascend.offload(model, store=room / "store", **{cut.option: cut.size}, **architecture_runs.WHERE)
+        memascend.offload(model, store=room, **{cut.option: cut.size}, **architecture_runs.WHERE)
         wrong = bit_equality.differing(architecture_runs.train(model, inputs), expected)
         notices = [notice for notice in memascend.stats(model)["notices"] if cut.said in notice]
+        some = _has_cut(model, cut)
         memascend.close(model)
     except memascend.MemascendError as error:
         return "refused", architecture_runs.reason_of(error, room)
@@ -71,7 +75,18 @@ def outcome(name: str, room: Path, cut: Cut) -> tuple[str, str]:
         if bit_equality.differing(again, expected):
             return "not trained", "in memory, too, two runs differ"
         return "wrong", architecture_runs.told(wrong, expected)
-    return ("whole", notices[0]) if notices else ("cut", "")
+    why = notices[0].partition(": ")[2] if notices else ""
+    return {(True, False): "cut", (True, True): "partly", (False, True): "whole"}.get((some, bool(why)), "none"), why
+
+
+def _has_cut(model: nn.Module, cut: Cut) -> bool:
+    """Return whether some layers of an offloaded model run on slices, or parts with matrices on tiles."""
+    session = offload_of(model)
+    if cut is TILES:
+        assert session.tiling is not None
+        return any(reasons is None for reasons in session.tiling._whole.values())
+    assert session.slicing is not None
+    return any(not isinstance(joins, str) for joins in session.slicing._tried.values())
 
 
 def _evaluated(pristine: nn.Module, inputs: dict[str, Any], cut: Cut, applied: bool) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from memascend.forecast.traffic import traffic
 from memascend.memory_plan.host import make_plan, smallest_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -101,17 +101,27 @@ def savings(
     device_plan: DevicePlan | None = None,
     *,
     with_update: bool = True,
+    plans_for: Callable[[Workload], tuple[Plan, DevicePlan] | None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the changes that would write less in a step; changes of optimizer and states change results too.
 
     Arguments as of `traffic`; `with_update` proposes updates in the backward pass too, where a run can have them.
+    `plans_for` returns the plans of another step on a device, or None where it does not fit there: without it larger
+    batches are proposed on the CPU alone.
     """
     now = traffic(model, units, plan, config, work, device_plan).written.total()
     told: dict[str, int] = {"": now}
     with_update = with_update and work.ranks == 1
-    for change, changed_plan, changed_work in _changes(units, plan, work, with_update):
+    may_slice = not plan.on_device or plans_for is not None
+    for change, changed_plan, changed_work in _changes(units, plan, work, with_update, may_slice):
+        changed_device = device_plan
+        if plans_for is not None and changed_work.tokens != work.tokens:
+            plans = plans_for(changed_work)
+            if plans is None:
+                continue
+            changed_plan, changed_device = plans
         share = work.step_tokens / changed_work.step_tokens  # of the steps, for as many tokens
-        step_bytes = traffic(model, units, changed_plan, config, changed_work, device_plan).written.total()
+        step_bytes = traffic(model, units, changed_plan, config, changed_work, changed_device).written.total()
         written = int(step_bytes * share)
         # A part of a change that saves as much by itself makes the whole of it superfluous.
         if all(written < told[part] - now * _LEAST_SAVED for part in told if change.startswith(part)):
@@ -126,13 +136,13 @@ def savings(
 
 
 def _changes(
-    units: Sequence[Unit], plan: Plan, work: Workload, with_update: bool
+    units: Sequence[Unit], plan: Plan, work: Workload, with_update: bool, may_slice: bool
 ) -> Iterator[tuple[str, Plan, Workload]]:
-    if work.grad_accum > 1 and not plan.on_device:
+    if work.grad_accum > 1 and may_slice:
         rows, micro = work.batch_size * work.grad_accum, work.micro_batch_size or work.batch_size
         sliced = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)
         yield f"--batch-size {rows} --micro-batch-size {micro} --grad-accum 1", plan, sliced
-    if not plan.on_device and work.ranks == 1 and work.step_tokens * MORE_TOKENS <= TOKENS_MAX:
+    if may_slice and work.ranks == 1 and work.step_tokens * MORE_TOKENS <= TOKENS_MAX:
         # Layers take the batch in slices of the present one, so that a step writes little more for more tokens.
         rows, micro = work.batch_size * work.grad_accum * MORE_TOKENS, work.micro_batch_size or work.batch_size
         more = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)

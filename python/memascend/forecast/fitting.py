@@ -52,8 +52,10 @@ def fitting_change(
 
 def _smaller(work: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield options of a step that takes less memory at once, the ones that cost least first."""
-    if work.layer_tokens > work.seq_len:
-        yield "--micro-batch-size 1", replace(work, micro_batch_size=1)
+    micro = work.micro_batch_size or work.batch_size
+    while micro > 1:  # The largest that fits: a layer computes more at once.
+        micro = (micro + 1) // 2
+        yield f"--micro-batch-size {micro}", replace(work, micro_batch_size=micro)
     rows = work.batch_size
     if rows > 1:
         passes = work.grad_accum * rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from memascend.layout.frozen_bits import quantise_units
 from memascend.memory_plan.auto_budget import plan_for
 from memascend.memory_plan.device import MARGIN_SHARE, DevicePlan, make_device_plan
 from memascend.memory_plan.estimates import Shape, waiting_inputs
-from memascend.memory_plan.host import smallest_plan
+from memascend.memory_plan.host import make_plan, smallest_plan
 from memascend.options import parse_durability
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from memascend.forecast.traffic import Traffic
     from memascend.hardware.gpu import Rate
     from memascend.layout.units import Unit
+    from memascend.memory_plan.lines import Plan
 
 __all__ = ["Gpu", "as_text", "forecast"]
 
@@ -201,7 +203,17 @@ def forecast(
             steps=steps,
             tbw=tbw,
             busiest_share=busiest_share,
-            savings=() if adapters_bytes is not None else savings(model, units, plan, config, work, device_plan),
+            savings=()
+            if adapters_bytes is not None
+            else savings(
+                model,
+                units,
+                plan,
+                config,
+                work,
+                device_plan,
+                plans_for=None if gpu is None else partial(_plans_on_device, units, config, gpu, plan.budget, options),
+            ),
         ),
     }
     if ranks > 1:
@@ -281,6 +293,18 @@ def _plan_device(units: Sequence[Unit], config: Any, work: Workload, gpu: Gpu) -
         raise BudgetError(
             f"{error}\n1/16 of --gpu is left to other programs: {format_size(free)} ({free} bytes) are enough", free
         ) from None
+
+
+def _plans_on_device(
+    units: Sequence[Unit], config: Any, gpu: Gpu, budget: int, options: Mapping[str, Any], work: Workload
+) -> tuple[Plan, DevicePlan] | None:
+    """Return the plans of host and device memory for another step, or None where it does not fit."""
+    if gpu.activations == "host":
+        options = {**options, "inputs": waiting_inputs(units, config, work.tokens, work.layer_tokens)}
+    try:
+        return make_plan(units, budget, **options), _plan_device(units, config, work, gpu)
+    except BudgetError:
+        return None
 
 
 def _shape(config: Any) -> Shape:

@@ -31,8 +31,9 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
   `step_time.step_time` returns it.
 - `pytorch`, without a GPU: an estimate of PyTorch's memory beside the plan. `forward_bytes`, the most in the forward
   pass and the loss; `backward_bytes`, in the backward pass; `projections_bytes`, of APOLLO's projection of a gradient
-  there; `libraries_bytes`, of the libraries below PyTorch; `estimated_bytes`, the most at once. null where the model's
-  code cannot be run without values.
+  there; `calls_bytes`, of autograd's objects for each call of a layer beyond the first, with slices; `libraries_bytes`,
+  of the libraries below PyTorch; `estimated_bytes`, the most at once. null where the model's code cannot be run without
+  values.
 - `whole`: the host memory of the process. `planned_bytes`, `pytorch_bytes` (0 with a GPU, null where not known),
   `interpreter_bytes` (of this command with its libraries), `total_bytes`, their sum; `available_bytes` (that this
   process can have now, and holds) and `bound`, the name of the limit; `fits`.

@@ -65,6 +65,8 @@ class StepBytes:
     backward: int
     #: Whether attention had a mask that keeps the documents of a packed sequence apart.
     has_boundaries: bool = False
+    #: Repeated layers of the model.
+    layers: int = 0
 
 
 def simulate_step(
@@ -86,7 +88,7 @@ def simulate_step(
     times = (work.batch_size - batch_size) / (batch_size - batch_size // 2)
     more = (found.forward - half.forward, found.backward - half.backward)
     forward, backward = found.forward + int(times * more[0]), found.backward + int(times * more[1])
-    return StepBytes(forward, backward, found.has_boundaries)
+    return StepBytes(forward, backward, found.has_boundaries, found.layers)
 
 
 def _run(
@@ -94,6 +96,7 @@ def _run(
 ) -> StepBytes:
     model = empty_model_of(config, directory, dtype)
     units = divided(model, ranks=work.ranks, experts=work.experts)
+    count = sum(unit.repeated for unit in units)
     text = config.get_text_config()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     # Gradients of experts that are read one by one are made and put aside one by one.
@@ -122,7 +125,7 @@ def _run(
         forward = held.take_peak()
         # Not `loss.backward()`: function modes would not hold within it.
         torch.autograd.backward(loss)
-        return StepBytes(forward, held.take_peak(), asked.masks > 0)
+        return StepBytes(forward, held.take_peak(), asked.masks > 0, count)
 
 
 def _positions(model: nn.Module, work: Workload, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -235,7 +235,7 @@ def _whole_line(whole: Mapping[str, Any]) -> str:
 def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
     if pytorch is None:
         return "On top: PyTorch's memory, which is not known: the model's code cannot be run without values"
-    projections = pytorch["projections_bytes"]
+    projections, calls = pytorch["projections_bytes"], pytorch["calls_bytes"]
     return _table(
         "On top: PyTorch's memory (an estimate, from a run of the model's code without values)",
         ["part", "bytes"],
@@ -243,6 +243,7 @@ def _pytorch_table(pytorch: Mapping[str, int] | None) -> str:
             ["forward pass and loss", format_size(pytorch["forward_bytes"])],
             ["backward pass", format_size(pytorch["backward_bytes"])],
             *([["projections of APOLLO", format_size(projections)]] if projections else []),
+            *([["calls of layers with slices", format_size(calls)]] if calls else []),
             ["libraries below PyTorch", format_size(pytorch["libraries_bytes"])],
             ["the most at once", format_size(pytorch["estimated_bytes"])],
         ],

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from memascend.forecast.traffic import Workload
     from memascend.layout.units import Unit
 
+#: Memory of a layer's call between the passes, beside tensors: nodes of autograd, random states and what computes it
+#: again. Measured: 84 kB for a layer of width 64, 99 kB for one of width 1,536.
+CALL_BYTES = 96 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryTotal:
@@ -90,12 +94,15 @@ def pytorch_memory(
     step = simulate_step(config, directory, dtype, work, in_memory=in_memory)
     if step is None:
         return None
+    # For one call of each layer the constants of the plan have room.
+    calls = CALL_BYTES * step.layers * (work.slices - 1)
     return {
         "forward_bytes": step.forward,
         "backward_bytes": step.backward,
         "projections_bytes": projections,
+        "calls_bytes": calls,
         "libraries_bytes": LIBRARIES_BYTES,
-        "estimated_bytes": max(step.forward, step.backward + projections) + LIBRARIES_BYTES,
+        "estimated_bytes": max(step.forward, step.backward + projections) + calls + LIBRARIES_BYTES,
     }
 
 

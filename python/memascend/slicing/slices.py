@@ -152,6 +152,8 @@ class Slicing:
         """Return how the outputs of slices are joined, or why the layer is to see the whole batch."""
         if not call.times:
             return f"its first input has not the {call.rows} rows of the batch first"
+        if (why := call.uncut) is not None:
+            return why
         if not self._tries:
             return None
         kind = self._layout(module), module.training, call.kind(), collected_kinds()
