@@ -1,7 +1,7 @@
 """One mixture of experts of transformers, trained offloaded and in memory: whole, and by adapters of PEFT.
 
 Each way of training has an outcome: "same" bits; "refused", with the reason; "not trained", where it cannot be in
-memory; "none", where a small model lacks what gets adapters; or "wrong", also where the frozen model was written to or
+memory; "none", where a small model lacks modules for the adapters; or "wrong", also where the frozen model was written to or
 experts that are read one by one were in memory as a whole.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Way(NamedTuple):
-    """A way of training: what is trained, and the option `experts`."""
+    """A way of training: the trained part, and the option `experts`."""
 
     trained: str
     experts: str
@@ -68,7 +68,7 @@ _HEADS = ("ForCausalLM", "ForConditionalGeneration", "")
 
 
 def mixtures(architectures: set[str]) -> list[str]:
-    """Return those of the architectures whose code has experts, one of each module of transformers."""
+    """Return the architectures whose code has experts, one of each module of transformers."""
     found = []
     for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         text = file.read_text()
@@ -139,7 +139,7 @@ def _outcome(
 
 
 def _on_attention(model: nn.Module) -> dict[str, list[str]]:
-    """Return the linear layers of attention and what takes its place, as a configuration of PEFT has them."""
+    """Return the linear layers of attention, or of its substitute, as a configuration of PEFT has them."""
     return {"target_modules": [name for name in _linear(model) if _ATTENTION.search(name) and "expert" not in name]}
 
 
@@ -162,7 +162,7 @@ def _linear(model: nn.Module) -> list[str]:
     return [name for name in names if ".experts." in name or not _REFUSED_BY_PEFT.search(name)]
 
 
-#: What gets adapters, by what is trained; None where the model itself is trained.
+#: The modules with adapters, by the trained part; None where the model itself is trained.
 TARGETS: dict[str, Callable[[nn.Module], dict[str, list[str]] | None]] = {
     "full": lambda _model: None,
     "attention": _on_attention,

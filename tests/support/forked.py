@@ -30,7 +30,7 @@ _run = os.getpid()
 
 
 def begin(told: Path) -> None:
-    """Start both servers for this process and those forked from it; they import while this process goes on.
+    """Start both servers for this process and its forks; they import while this process goes on.
 
     Processes that are started by `context()` write to the file `told` what they write to no other stream.
     """

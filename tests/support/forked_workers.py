@@ -70,7 +70,7 @@ class Shares:
             tests.clear()
 
     def _divide(self, source: deque[int], to: deque[int]) -> None:
-        """Move the second half of what is left, from where a file begins if there is such a place."""
+        """Move the second half of the tests left, from where a file begins if there is such a place."""
         whole = list(source)
         begins = [at for at in range(1, len(whole)) if self._files[whole[at]] != self._files[whole[at - 1]]]
         at = min(begins, key=lambda begin: abs(2 * begin - len(whole))) if begins else len(whole) // 2
@@ -166,7 +166,7 @@ class _Loop:
             raise AssertionError(told)
 
     def _bury(self, worker: _Worker) -> None:
-        """Report the test in which a worker has ended, and start another one for what is left."""
+        """Report the test in which a worker has ended, and start another one for the rest."""
         self._workers.remove(worker)
         code = self._wait_for(worker)
         if code == 0:  # nothing is left, or the run stops
@@ -197,7 +197,7 @@ class _Loop:
 
 
 class _Teller:
-    """Hands on what hooks are told in a worker."""
+    """Hands on the calls of hooks in a worker."""
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection

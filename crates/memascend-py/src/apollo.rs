@@ -365,12 +365,12 @@ pub(crate) struct StackedMoments {
     rewrite: Rewrite,
     /// Whether the tensor holds any yet.
     written: bool,
-    /// From the moments of one matrix to those of the next one.
+    /// The distance from one matrix's moments to the next one's.
     bytes: usize,
 }
 
 impl StackedMoments {
-    /// Begins the next value of the tensor, of which `stacked_factors` or `keep` then writes each matrix.
+    /// Begins the next value of the tensor: `stacked_factors` or `keep` then writes each matrix.
     pub(crate) fn begin(
         staging: &Staging,
         moments: TensorId,

@@ -103,9 +103,9 @@ pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
 #[guarded]
 #[pymethods]
 impl Packing {
-    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` says what they
-    /// are: "e4m3"; "int8", whose product with its scale is multiplied by `step`; or "packed 2", "packed 4" and
-    /// "packed 8", whole numbers of so many bits in words. `format` is that of the scales: float32, bfloat16 or e8m0.
+    /// Bytes in rows of `width`, with a scale at `scales` for each block of rows and columns. `numbers` is their
+    /// format: "e4m3"; "int8", whose product with its scale is multiplied by `step`; or "packed 2", "packed 4" and
+    /// "packed 8", whole numbers of so many bits in words. The scales have `format`: float32, bfloat16 or e8m0.
     /// `zeros` is where the zeros of the blocks lie, as bytes with "int8", else in words; without them the zero of
     /// packed numbers is half of their range.
     #[staticmethod]

@@ -31,9 +31,9 @@ def compare(
     work: Workload,
     options: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Return what each way to read the experts of a model takes; None for a model without such experts.
+    """Return the memory and traffic of each way to read a model's experts; None without such experts.
 
-    `units_of` divides the model for a value of `experts`, and `options` are those of its plans. Within `budget` the
+    `units_of` divides the model for a value of `experts`, and `options` go to its plans. Within `budget` the
     better way moves fewer bytes; without one it has the smaller least. `memascend.forecast.report` describes the keys.
     """
     if not has_experts(model):
@@ -62,7 +62,7 @@ def _better(ways: Mapping[str, Mapping[str, Any]], budget: int | None) -> str:
 
 
 def as_line(compared: Mapping[str, Any]) -> str:
-    """Return what `compare` found, in a line."""
+    """Write the result of `compare` in a line."""
     if not compared["pieces"]["is_read_so"]:
         return "experts are so small that they are read with their layers: one by one they would take no less memory"
     said = []

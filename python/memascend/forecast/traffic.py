@@ -178,7 +178,7 @@ def state_kinds(tensor: StoreTensor, work: Workload) -> dict[str, int]:
 def projection(tensor: StoreTensor, work: Workload) -> Projection | None:
     """Return the projection of a tensor's gradient, if it is a large matrix of a repeated layer, by APOLLO.
 
-    Of experts it is that of each, which the step makes.
+    Each expert has its own, which the step makes.
     """
     _, algorithm, options = NAMED[work.optimizer]
     (place, *others) = tensor.places
@@ -464,14 +464,14 @@ class Spill:
     activations: int = 0
     #: Projected gradients: written by every pass, and read by the step.
     projections: int = 0
-    #: Gradients that are projected in the step, those of experts and all over ranks, which reads them once more.
+    #: Gradients of experts, and all over ranks: the step projects them, and reads them once more.
     projected_later: int = 0
 
 
 def _projection_put_aside(tensor: StoreTensor, work: Workload) -> Projection | None:
     """Return how the gradient of a tensor is projected as it is captured, if it is.
 
-    The step projects those of experts, and all over ranks.
+    The step projects gradients of experts, and all over ranks.
     """
     later = tensor.shard is not None or len(tensor.places[0].shape) == EXPERTS_NDIM
     return None if later else projection(tensor, work)
@@ -480,7 +480,7 @@ def _projection_put_aside(tensor: StoreTensor, work: Workload) -> Projection | N
 def _read_once_more(tensor: StoreTensor, in_memory: int, plan: Plan) -> int:
     """Return the bytes read of a gradient that the step projects, whose first `in_memory` elements are in memory.
 
-    Those of experts are read one by one, each from the start of a chunk on.
+    Gradients of experts are read one by one, each from the start of a chunk on.
     """
     shape, chunk = tensor.places[0].shape, plan.chunk_elements
     numel, bytes_each = math.prod(shape[-2:]), tensor.gradient_dtype.itemsize

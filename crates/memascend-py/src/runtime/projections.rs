@@ -165,8 +165,7 @@ impl RuntimeProjections {
             .map_err(|error| exec_error(&error))
     }
 
-    /// Begins the next value of the moments of several matrices alike, those of each `bytes` from those of the one
-    /// before. `written` says whether the tensor holds any yet.
+    /// Begins the next value of the moments of several matrices alike, which lie `bytes` apart. `written` says whether the tensor holds any yet.
     fn begin_stack(
         &self,
         moments: &Bound<'_, TensorId>,
