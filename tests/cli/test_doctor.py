@@ -136,8 +136,8 @@ def test_what_the_system_refuses(monkeypatch):
 
     monkeypatch.setattr(system, "FileEngine", refuse)
     monkeypatch.setattr(system, "HostBuffer", refuse)
-    monkeypatch.setattr(system.products, "is_slow", lambda dtype: True)
-    monkeypatch.setattr(system.limits, "available_memory", lambda: (1 << 30, "the limit of a cgroup"))
+    monkeypatch.setattr(system.matmul_rates, "is_slow", lambda dtype: True)
+    monkeypatch.setattr(system.memory_limits, "available_memory", lambda: (1 << 30, "the limit of a cgroup"))
     found = {line.subject: line for line in system.system()}
     for subject, remedy in (
         ("io_uring", "seccomp"),

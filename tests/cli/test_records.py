@@ -312,7 +312,7 @@ def test_what_to_hold_out(tmp_path: Path) -> None:
     assert parse_held_out("0.1") == 0.1
     assert parse_held_out("held/out.jsonl") == Path("held/out.jsonl")
     for text in ("1", "0", "-0.5", "nan"):
-        with pytest.raises(ValueError, match="no fraction between 0 and 1"):
+        with pytest.raises(ValueError, match="not a fraction between 0 and 1"):
             parse_held_out(text)
     assert split(2, 0.001) == (range(1), range(1, 2))
     with pytest.raises(DataError, match=r"of 1 documents, a fraction of 0\.1 leaves none"):

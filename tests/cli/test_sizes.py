@@ -28,7 +28,7 @@ Usage = namedtuple("Usage", ("total", "used", "free"))
 def test_the_largest_that_fits_is_named(
     memory: int, ssd: int, said: list[str], level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes.limits, "available_memory", lambda: (memory, "a stated limit"))
+    monkeypatch.setattr(sizes.memory_limits, "available_memory", lambda: (memory, "a stated limit"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(ssd, 0, ssd))
     found = sizes.sizes([tmp_path])
     assert all(part in found.text for part in said), found.text

@@ -85,5 +85,5 @@ def test_what_is_not_known_is_not_judged(
     monkeypatch.setattr(total_memory, "simulate_step", lambda *_, **__: None)
     assert main.main(["plan", str(room / "llama"), "--seq-len", "64", "--batch-size", "1000000000", "--details"]) == 0
     out = capfd.readouterr().out
-    assert "PyTorch's memory is not known" in out
+    assert "PyTorch's, which is not known" in out
     assert "PyTorch's, not known" in out.splitlines()[-1] and "not fit" not in out.splitlines()[-1]

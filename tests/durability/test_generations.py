@@ -205,7 +205,7 @@ def test_before_the_first_step_there_is_only_the_model(tmp_path: Path) -> None:
     model = memascend.offload(build("plain"), store=tmp_path / "s", host_memory="64MiB", keep_store=True, **LEAST)
     expected = dict(memascend.parameters_of(model))
     memascend.close(model)
-    with pytest.raises(memascend.CheckpointError, match=r"tiny\.Plain.*model="):
+    with pytest.raises(memascend.CheckpointError, match=r"tiny_models\.Plain.*model="):
         memascend.resume(tmp_path / "s")
     resumed = memascend.resume(tmp_path / "s", model=given("plain"), **LEAST)
     same(dict(memascend.parameters_of(resumed.model)), expected)

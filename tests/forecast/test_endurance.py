@@ -203,7 +203,7 @@ def test_what_a_run_of_epochs_writes_is_warned_of(
 def test_a_share_needs_a_rating(model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = words_of(model_dir, tmp_path / "out", tmp_path / "store")
     assert main.main([*words, "--tbw-share", "5"]) == main.BAD_INPUT
-    assert "give that too" in capfd.readouterr().err
+    assert "give --tbw too" in capfd.readouterr().err
     assert main.main([*words, "--tbw", "1", "--tbw-share", "101"]) == main.BAD_INPUT
     assert "'101' is not a percentage" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()

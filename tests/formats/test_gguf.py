@@ -234,7 +234,7 @@ def test_adapters_are_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     ("options", "problem"),
     [
         (["--format", "huggingface"], "is a model directory of Hugging Face already"),
-        (["--format", "torch"], "--format torch is of a store"),
+        (["--format", "torch"], "--format torch needs a store"),
         (["--dtype", "q8_0"], "give --format gguf too"),
         (["--format", "gguf", "--dtype", "q4_k_m"], "llama-quantize model.gguf q4_k_m.gguf q4_k_m"),
     ],

@@ -167,7 +167,7 @@ def test_nothing_is_tried_again_where_nothing_can_be_freed() -> None:
 
 
 def test_what_keep_store_cannot_mean_is_refused(store: Path) -> None:
-    with pytest.raises(ValueError, match="keep_store='yes' is none of True, False, None and 'replace'"):
+    with pytest.raises(ValueError, match="keep_store='yes' is not one of True, False, None and 'replace'"):
         begin(store, keep_store="yes")
     assert not store.exists()
     model, optimizer = begin(store, keep_store=True)

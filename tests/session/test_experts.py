@@ -309,7 +309,7 @@ def test_weights_that_change_before_the_backward_pass_are_refused(offloaded: Cal
         (lambda model: model.set_experts_implementation("batched_mm"), {}, "'batched_mm'"),
         (lambda model: adapt_experts(model), {}, "has adapters"),
         (lambda model: None, {"tile_tokens": 8}, "tile_tokens"),
-        (lambda model: None, {"experts": "groups"}, "none of 'whole', 'pieces'"),
+        (lambda model: None, {"experts": "groups"}, "not one of 'whole', 'pieces'"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

@@ -379,7 +379,7 @@ def test_frozen_weights_in_the_store(from_files: Callable[..., nn.Module], tmp_p
 
 
 def test_what_files_cannot_give_is_refused(from_files: Callable[..., nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is none of None"):
+    with pytest.raises(ValueError, match="is not one of None"):
         from_files(frozen="file")
     for option in ({"durability": "step"}, {"keep_store": True}):
         with pytest.raises(ValueError, match="holds nothing that could be kept"):

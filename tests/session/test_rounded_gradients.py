@@ -237,7 +237,7 @@ def test_a_run_on_the_cpu_is_not_resumed_on_a_device(store: Path, fake: Any) -> 
 @pytest.mark.parametrize(
     ("dtype", "options", "told"),
     [
-        (torch.float32, {"gradients": "float16"}, "gradients='float16' is none of 'auto', 'bfloat16'"),
+        (torch.float32, {"gradients": "float16"}, "gradients='float16' is not one of 'auto', 'bfloat16'"),
         (torch.float16, ROUNDED, "model.embed_tokens.weight is in float16"),
         (torch.float32, ROUNDED | {"device": SimulatedDevice}, "a device's gradients are put aside as they are made"),
     ],

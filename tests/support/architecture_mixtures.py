@@ -1,8 +1,8 @@
 """One mixture of experts of transformers, trained offloaded and in memory: whole, and by adapters of PEFT.
 
 Each way of training has an outcome: "same" bits; "refused", with the reason; "not trained", where it cannot be in
-memory; "none", where a small model lacks modules for the adapters; or "wrong", also where the frozen model was written to or
-experts that are read one by one were in memory as a whole.
+memory; "none", where a small model lacks modules for the adapters; or "wrong", also where the frozen model was written
+to or experts that are read one by one were in memory as a whole.
 """
 
 from __future__ import annotations
