@@ -244,7 +244,7 @@ def test_the_first_plan_takes_half_and_may_become_all(bounds: list[Bound]) -> No
     assert plan.total == least
     plan, _ = plan_for(units, "auto", "64MiB")
     assert plan.most is not None and plan.most.budget == 64 * MIB
-    with pytest.raises(BudgetError, match="host_memory_max .1.0 MiB. is less"):
+    with pytest.raises(BudgetError, match=r"host_memory_max .1.0 MiB. is less"):
         plan_for(units, "auto", "1MiB")
     with pytest.raises(ValueError, match="'automatic' is not a size"):
         plan_for(units, "automatic")

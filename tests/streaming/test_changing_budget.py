@@ -124,7 +124,7 @@ def test_a_change_that_cannot_be_is_refused_and_nothing_changes(offload: Any, tm
     fixed = offload(build("llama"), host_memory_max=None)
     with pytest.raises(MemascendError, match="fixed budget: give host_memory_max"):
         memascend.set_host_memory(fixed, MOST)
-    with pytest.raises(BudgetError, match="host_memory_max .8.0 MiB. is less"):
+    with pytest.raises(BudgetError, match=r"host_memory_max .8.0 MiB. is less"):
         offload(build("llama"), host_memory="64MiB", host_memory_max="8MiB")
 
     def in_a_pass(*_: Any) -> None:
