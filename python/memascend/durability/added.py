@@ -65,6 +65,8 @@ class AddedParameters:
         """Begin with nothing written to the store of `runtime`."""
         self._session_reference = weakref.ref(session)
         self._runtime = runtime
+        #: Packs in the store; None until that was looked at, since a resumed run may have some.
+        self._stored: int | None = None
 
     def write(self, optimizers: Iterable[OptimizerProtocol]) -> list[Any]:
         """Write the parameters that `optimizers` train, and their states, and return their description.
@@ -73,6 +75,8 @@ class AddedParameters:
         """
         session = self._session_reference()
         assert session is not None, "the session outlives its generations"
+        # Not known where this ends in an error.
+        stored, self._stored = self._stored, None
         states: Copies = {}
         for optimizer in optimizers:
             states |= optimizer.added_states(session)
@@ -85,7 +89,9 @@ class AddedParameters:
             for number, pack in enumerate(_packs(copied)):
                 self._write(f"{PREFIX}.{number}", pack)
                 described.append([f"{PREFIX}.{number}", [each.described for each in pack]])
-        self._remove_from(len(described))
+        if stored != len(described):
+            self._remove_from(len(described))
+        self._stored = len(described)
         return described
 
     def _write(self, name: str, pack: Sequence[_Copied]) -> None:
