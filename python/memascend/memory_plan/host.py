@@ -157,8 +157,7 @@ def _plan(
             kind.line.count += 1
     # New pages for the temporaries of each slice took a fifth of a step with 2 GiB and 0.51B parameters. Caches of as
     # many bytes save less. On a device, the temporaries are there.
-    over_ranks = any(tensor.shard is not None for tensor in tensors)
-    plan.retain_heap = not on_device and not over_ranks and spare >= HEAP_SHARE * HEAP_BYTES
+    plan.retain_heap = not on_device and spare >= HEAP_SHARE * HEAP_BYTES
     spare -= plan.freed_blocks_bytes
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
     # read, so it comes second.
