@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use super::cell::RuntimeCell;
 use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection, StackedMoments};
-use crate::errors::exec_error;
+use crate::errors::{exec_error, executed};
 use crate::handles::TensorId;
 
 /// Projections of the gradients of a `Runtime`.
@@ -49,7 +49,7 @@ impl RuntimeProjections {
             unsafe { gradients.capture(GradientId(projected), 0, address, count, false) }?;
             Ok(stats)
         };
-        let stats = py.detach(capture).map_err(|error| exec_error(&error))?;
+        let stats = executed(py, capture)?;
         Ok((stats.sum_squares, stats.non_finite))
     }
 
@@ -61,7 +61,7 @@ impl RuntimeProjections {
         projected: usize,
     ) -> PyResult<ProjectedGradient> {
         let (inner, projection, id) = (self.0.inner()?, projection.get().0, GradientId(projected));
-        py.detach(|| {
+        executed(py, || {
             let mut measured = Projected::room(projection, inner.gradients.scratch());
             let (mut rest, halves) = (measured.numbers_mut(), 2 * Projected::count(&projection));
             inner.gradients.visit(id, 0, halves, |piece| {
@@ -76,7 +76,6 @@ impl RuntimeProjections {
             inner.gradients.clear(id);
             Ok(ProjectedGradient(measured))
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Projects the gradient that begins at element `start` of a tensor's, as it is kept.
@@ -89,11 +88,10 @@ impl RuntimeProjections {
         threads: usize,
     ) -> PyResult<ProjectedGradient> {
         let (inner, projection) = (self.0.inner()?, projection.get().0);
-        py.detach(|| {
+        executed(py, || {
             let projector = inner.gradients.project(GradientId(gradient), start, projection, threads)?;
             Ok(ProjectedGradient(projector.finish()))
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Projects elements `first .. first + count` of a gradient, which begin at element `start` of this rank's share of
@@ -112,10 +110,9 @@ impl RuntimeProjections {
     ) -> PyResult<ProjectedGradient> {
         let (inner, projection) = (self.0.inner()?, projection.get().0);
         let gradient = GradientId(gradient);
-        py.detach(|| {
+        executed(py, || {
             ProjectedGradient::of_share(&inner, gradient, start, projection, share, carried, threads)
         })
-        .map_err(|error| exec_error(&error))
     }
 
     /// Returns the measured channels of a gradient, whose numbers `ProjectedGradient.write` has put at an
@@ -144,8 +141,9 @@ impl RuntimeProjections {
     ) -> PyResult<()> {
         let (inner, moments) = (self.0.inner()?, moments.get().0);
         let (measured, options) = (measured.get(), options.get());
-        py.detach(|| measured.stored_squares(inner.projecting(), moments, written, threads, options, target))
-            .map_err(|error| exec_error(&error))
+        executed(py, || {
+            measured.stored_squares(inner.projecting(), moments, written, threads, options, target)
+        })
     }
 
     /// `ProjectedGradient.factors` with both moments in a tensor of the store, (2, channels, rank) float32;
@@ -161,11 +159,11 @@ impl RuntimeProjections {
     ) -> PyResult<(ChannelFactors, f64)> {
         let (inner, moments) = (self.0.inner()?, moments.get().0);
         let (measured, options) = (measured.get(), options.get());
-        py.detach(|| measured.stored_factors(inner.projecting(), moments, written, threads, options))
-            .map_err(|error| exec_error(&error))
+        executed(py, || measured.stored_factors(inner.projecting(), moments, written, threads, options))
     }
 
-    /// Begins the next value of the moments of several matrices alike, which lie `bytes` apart. `written` says whether the tensor holds any yet.
+    /// Begins the next value of the moments of several matrices alike, which lie `bytes` apart. `written` says whether
+    /// the tensor holds any yet.
     fn begin_stack(
         &self,
         moments: &Bound<'_, TensorId>,
@@ -189,13 +187,12 @@ impl RuntimeProjections {
     ) -> PyResult<(ChannelFactors, f64)> {
         let inner = self.0.inner()?;
         let (measured, stack, options) = (measured.get(), stack.get(), options.get());
-        py.detach(|| measured.stacked_factors(inner.projecting(), stack, matrix, threads, options))
-            .map_err(|error| exec_error(&error))
+        executed(py, || measured.stacked_factors(inner.projecting(), stack, matrix, threads, options))
     }
 
     /// Leaves the moments of matrix number `matrix` of a stack as they are.
     fn keep_stacked(&self, py: Python<'_>, stack: &Bound<'_, StackedMoments>, matrix: usize) -> PyResult<()> {
         let (inner, stack) = (self.0.inner()?, stack.get());
-        py.detach(|| stack.keep(inner.projecting(), matrix)).map_err(|error| exec_error(&error))
+        executed(py, || stack.keep(inner.projecting(), matrix))
     }
 }
