@@ -126,6 +126,10 @@ def closed_error(runtime: Any, message: str) -> MemascendError:
     return MemascendError(FORKED if runtime.forked else message)
 
 
+#: The remedy for a store that another program has changed.
+INCOMPLETE = "the store is not as a run left it; restore it from a copy, or begin the run anew"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

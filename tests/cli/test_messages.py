@@ -15,7 +15,7 @@ from memascend.cli.arguments import parser
 from memascend.cli.jobs import training
 from memascend.cli.main import BAD_INPUT, main
 from memascend.errors import DeviceError
-from memascend.recovery import inspect
+from memascend.recovery import running_store
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_device_that_is_named_by_its_uuid_is_no_directory(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     device = Path("UUID=0123-4567")
     assert space.free_bytes([tmp_path]) is not None and space.free_bytes([device]) is None
-    assert inspect.holds_store(device) and not inspect.holds_store(tmp_path)
+    assert running_store.holds_store(device) and not running_store.holds_store(tmp_path)
 
 
 def test_a_command_is_suggested(capfd: pytest.CaptureFixture[str]) -> None:

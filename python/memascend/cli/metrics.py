@@ -9,7 +9,8 @@ from pathlib import Path
 from memascend.common.outputs import beside, under_way, writing
 from memascend.errors import DataError, MemascendError
 from memascend.hardware.drives import is_device
-from memascend.recovery.inspect import holds_store, last_record
+from memascend.recovery.inspect import last_record
+from memascend.recovery.running_store import holds_store
 
 METRICS_NAME = "metrics.jsonl"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memascend.durability.model_buffers import bytes_of
-from memascend.errors import CheckpointError
+from memascend.errors import INCOMPLETE, CheckpointError
 from memascend.layout.units import raw_tensor_access
 
 if TYPE_CHECKING:
@@ -149,7 +149,9 @@ class AddedParameters:
         tensor = self._runtime.store.find_tensor(name)
         nbytes = sum(value.nbytes for value in values)
         if tensor is None or self._runtime.store.tensor_bytes(tensor) < nbytes:
-            raise CheckpointError(f"the store lacks the tensor {name}, which its record of added parameters names")
+            raise CheckpointError(
+                f"the store lacks the tensor {name}, which its record of added parameters names: {INCOMPLETE}"
+            )
         whole = torch.empty(nbytes, dtype=torch.uint8)
         self._runtime.store.read(tensor, whole.data_ptr(), nbytes)
         for value in values:

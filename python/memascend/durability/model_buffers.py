@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend._memascend import PAGE_BYTES
-from memascend.errors import CheckpointError
+from memascend.errors import INCOMPLETE, CheckpointError
 from memascend.layout.units import round_up
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ class ModelBuffers:
         if nbytes:
             tensor = self._runtime.store.find_tensor(name)
             if tensor is None:
-                raise CheckpointError(f"the store lacks the tensor {name}, which its record of buffers names")
+                raise CheckpointError(
+                    f"the store lacks the tensor {name}, which its record of buffers names: {INCOMPLETE}"
+                )
             self._runtime.store.read(tensor, data.data_ptr(), nbytes)
             self._checksums[name] = _checksum(data)
         return data

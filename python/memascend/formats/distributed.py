@@ -215,7 +215,7 @@ def _refuse_projected(optimizer: OffloadedOptimizer) -> None:
 
 def _name_in_model(names: dict[nn.Parameter, list[str]], parameter: nn.Parameter) -> str:
     if parameter not in names:
-        raise ValueError("the optimizer has a parameter that is not the model's")
+        raise ValueError("the optimizer has a parameter that is not the model's: give the model that it trains")
     return names[parameter][0]
 
 

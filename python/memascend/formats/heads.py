@@ -57,7 +57,7 @@ def _class_of(model_class: str | type, config: Any) -> str:
     if mapping is None:
         return named
     if type(config) not in mapping:
-        raise ValueError(f"{named} has no class for a {config.model_type} model")
+        raise ValueError(f"{named} has no class for a {config.model_type} model: give another model_class")
     classes = mapping[type(config)]
     return str((classes[0] if isinstance(classes, tuple) else classes).__name__)
 

@@ -85,12 +85,14 @@ class SafetensorsReader:
         if size < 8 or length > HEADER_BYTES_MAX:
             raise CheckpointError(f"{self.path} is not a safetensors file")
         if 8 + length > size:
-            raise CheckpointError(f"{self.path} is truncated: its header needs {8 + length} bytes, the file has {size}")
+            raise CheckpointError(
+                f"{self.path} is truncated: its header needs {8 + length} bytes, the file has {size}; download it again"
+            )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             header.pop("__metadata__", None)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{self.path} has a damaged safetensors header: {error}") from None
+            raise CheckpointError(f"{self.path} has a damaged safetensors header: {error}; download it again") from None
         base = 8 + length
         entries = {name: self._entry(name, value, base) for name, value in header.items()}
         end = max((entry.end for entry in entries.values()), default=base)
@@ -103,11 +105,14 @@ class SafetensorsReader:
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
             if entry.start != expected:
                 raise CheckpointError(
-                    f"{self.path} has a damaged header: {name} does not begin where the one before ends"
+                    f"{self.path} has a damaged header: {name} does not begin where the one before ends; "
+                    "download it again"
                 )
             expected = entry.end
         if end != size:
-            raise CheckpointError(f"{self.path} is damaged: {size - end} bytes follow its last tensor")
+            raise CheckpointError(
+                f"{self.path} is damaged: {size - end} bytes follow its last tensor; download it again"
+            )
         return entries
 
     def _entry(self, name: str, value: Any, base: int) -> TensorEntry:
@@ -115,12 +120,14 @@ class SafetensorsReader:
         fields: dict[str, Any] = value if isinstance(value, dict) else {}
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
-            raise CheckpointError(f"{self.path} has a damaged header: it does not describe {name}")
+            raise CheckpointError(f"{self.path} has a damaged header: it does not describe {name}; download it again")
         if dtype not in DTYPES:
             raise CheckpointError(f"{self.path} holds {name} in the unsupported dtype {dtype}")
         entry = TensorEntry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
         if entry.end - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
-            raise CheckpointError(f"{self.path} has a damaged header: the length of {name} does not fit its shape")
+            raise CheckpointError(
+                f"{self.path} has a damaged header: the length of {name} does not fit its shape; download it again"
+            )
         return entry
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:

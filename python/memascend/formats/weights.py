@@ -214,7 +214,7 @@ class Sources:
             if tuple(parameter.shape) != reader.entries[key].shape:
                 raise CheckpointError(
                     f"{key} in {reader.path} has shape {reader.entries[key].shape}, the configuration says "
-                    f"{tuple(parameter.shape)}"
+                    f"{tuple(parameter.shape)}: config.json belongs to other weights"
                 )
         for conversion in self._conversions.values():
             for key, _ in conversion.parts:

@@ -219,10 +219,16 @@ def open_device(device: str | torch.device | ComputeDevice | None) -> ComputeDev
             "compute on the CPU (device='cpu')"
         )
     if torch.version.cuda is None:
-        raise DeviceError(f"device {device}: this PyTorch is built for ROCm, which memascend does not know")
+        raise DeviceError(
+            f"device {device}: this PyTorch is built for ROCm, which memascend does not know: "
+            "compute on the CPU (device='cpu')"
+        )
     index = torch.cuda.current_device() if named.index is None else named.index
     if index >= devices:
-        raise DeviceError(f"device {device}: this process sees {devices} CUDA device(s), counted from 0")
+        raise DeviceError(
+            f"device {device}: this process sees {devices} CUDA device(s), counted "
+            f"from 0: give one of cuda:0 to cuda:{devices - 1}"
+        )
     return ComputeDevice(torch.device("cuda", index))
 
 

@@ -57,13 +57,21 @@ def remembered_in() -> Path:
 
 
 def is_device(location: Location) -> bool:
-    """Return whether a location is a raw block device, by its path or as `UUID=...`."""
+    """Return whether a location is a raw block device, by its path or as `UUID=...`.
+
+    Other files cannot lie beside a store there.
+    """
     if os.fspath(location).startswith("UUID="):
         return True
     try:
         return stat.S_ISBLK(os.stat(location).st_mode)
     except OSError:
         return False
+
+
+def keeps_manifest_before(location: Location) -> bool:
+    """Return whether a volume has the manifest before the newest, too, to which a rank may have to go back."""
+    return not is_device(location)
 
 
 def identity(location: Location) -> str | None:
@@ -201,7 +209,9 @@ def scratch(location: Location) -> Iterator[Location]:
         yield location
         return
     if not os.path.isdir(location):
-        raise StoreError(2, f"{os.fspath(location)} is neither a directory nor a block device", location)
+        raise StoreError(
+            2, f"{os.fspath(location)} is neither a directory nor a block device: make the directory", location
+        )
     try:
         folder = tempfile.mkdtemp(prefix=".memascend-bench-", dir=location)
     except OSError as error:

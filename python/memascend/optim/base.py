@@ -271,7 +271,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _step(self) -> None:
         if self._closed:
-            raise MemascendError(f"this {type(self).__name__} was closed: its states are gone")
+            raise MemascendError(f"this {type(self).__name__} was closed, and its states are gone: make a new one")
         step = OptimizerStep(
             self._backends, self._factors, self._algorithms, self._with_gradient(), self._backward_steps, self.nonfinite
         )

@@ -65,7 +65,9 @@ class OffloadedState(StateBackend):
     def check(self) -> None:
         """Raise MemascendError if the model was closed."""
         if self.session.closed:
-            raise MemascendError(f"{self.name} belongs to a model that was closed")
+            raise MemascendError(
+                f"{self.name} belongs to a model that was closed: make an optimizer of the parameters of an open one"
+            )
 
     def take_gradient(self) -> None:
         """Take over a gradient that the program has assigned, and wait for one on its way from a device."""

@@ -130,7 +130,7 @@ class StoreState(_Ordinary):
         if place.shape != parameter.shape or place.dtype != parameter.dtype:
             raise RuntimeError(
                 f"{self.name} was {place.dtype} of shape {tuple(place.shape)} when its states were "
-                f"made, and is now {parameter.dtype} of shape {tuple(parameter.shape)}"
+                f"made, and is now {parameter.dtype} of shape {tuple(parameter.shape)}: make a new optimizer"
             )
         allocate_states(runtime, place.tensor, rule)
 

@@ -207,7 +207,9 @@ def _offloaded(tensors: Sequence[torch.Tensor]) -> dict[int, ParameterEntry]:
         if kept is None:
             located = place_of(tensor)
             name = "a view of a parameter" if located is None else f"the parameter {located[1].name}"
-            raise ValueError(f"tensors[{index}] is {name}, whose weights are not in memory now")
+            raise ValueError(
+                f"tensors[{index}] is {name}, whose weights are not in memory now: give its gradient, or a copy"
+            )
         place, is_whole = kept
         if not is_whole:
             raise ValueError(

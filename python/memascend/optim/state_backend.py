@@ -201,11 +201,12 @@ class StateBackend(ABC):
             raise RuntimeError(f"{optimizer_name} does not support sparse gradients: use sparse=False")
         if gradient.shape != parameter.shape:
             raise RuntimeError(
-                f"a gradient of shape {tuple(gradient.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                f"a gradient of shape {tuple(gradient.shape)} for {self.name} of shape {tuple(parameter.shape)}: they "
+                "must be alike"
             )
         if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
             raise RuntimeError(
-                f"a gradient in {gradient.dtype} on {gradient.device} for a parameter in {parameter.dtype} on "
+                f"a gradient in {gradient.dtype} on {gradient.device} for {self.name} in {parameter.dtype} on "
                 f"{parameter.device}: they must be alike"
             )
         return gradient

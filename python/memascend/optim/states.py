@@ -119,7 +119,10 @@ def check_saved(parameter: torch.nn.Parameter, saved: dict[str, Any]) -> None:
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} of the loaded state dict is a {type(value).__name__}, not a tensor")
         if value.shape != parameter.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: load the states of a "
+                "model of the same shapes"
+            )
     saved_steps(saved)  # raises ValueError if `step` is not a number
 
 

@@ -14,8 +14,8 @@ from memascend.common.progress import Progress
 from memascend.common.sizes import format_decimal, format_size
 from memascend.durability.outline import parse_outline, what_it_has
 from memascend.errors import StoreError
-from memascend.hardware.drives import is_device, notices_of
-from memascend.recovery.running_store import MANIFEST, live_report, process_using
+from memascend.hardware.drives import notices_of
+from memascend.recovery.running_store import live_report, process_using
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,11 +69,6 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
         for volume in report["volumes"]:
             volume["endurance_used"] = volume["life_bytes_written"] / (tbw * 1e12)
     return report
-
-
-def holds_store(path: Path) -> bool:
-    """Return whether a directory or device is one of a store."""
-    return is_device(path) or (path / MANIFEST).exists()
 
 
 def last_record(paths: Sequence[Path]) -> dict[str, Any]:

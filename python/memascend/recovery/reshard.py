@@ -23,7 +23,7 @@ import torch
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES, ClosedStore, Rule, Runtime
 from memascend.common.progress import Progress
 from memascend.durability import exact_json
-from memascend.errors import CheckpointError, OutputError, StoreError
+from memascend.errors import INCOMPLETE, CheckpointError, OutputError, StoreError
 from memascend.layout.shards import Shard, channels_of
 from memascend.layout.units import PACK_ALIGN_ELEMENTS, round_up
 from memascend.memory_plan.arena import Arena
@@ -185,7 +185,7 @@ def _arrays_of(record: dict[str, Any], store: ClosedStore, ranks: int) -> list[_
                 arrays.append(_Array(name, *of_tensor, plane.bytes))
     missing = next((array.name for array in arrays if array.name not in there), None)
     if missing is not None:
-        raise CheckpointError(f"a store of the run has no {missing}, which its record names")
+        raise CheckpointError(f"a store of the run has no {missing}, which its record names: {INCOMPLETE}")
     return arrays
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.common.shapes import Either, check, count
 from memascend.errors import StoreError
+from memascend.hardware.drives import is_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,11 @@ _BODY = {
 }
 
 
+def holds_store(path: Path) -> bool:
+    """Return whether a directory or device is one of a store."""
+    return is_device(path) or (path / MANIFEST).exists()
+
+
 def process_using(path: Path) -> str | None:
     """Return the number of the process that uses the store in a directory, as its lock says, or None."""
     try:
@@ -59,7 +65,9 @@ def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], li
     body = _newest([manifest_in(Path(path) / MANIFEST) for path in paths])
     if body is None:
         where = ", ".join(map(str, paths))
-        raise StoreError(errno.EBUSY, f"{where}: a run is going on (process {process}), and no step is durable yet")
+        raise StoreError(
+            errno.EBUSY, f"{where}: a run is going on (process {process}), and no step is durable yet: try again later"
+        )
     body = _newest([body, *(manifest_in(path_of(volume) / MANIFEST) for volume in body["volumes"])]) or body
     return _report(body), [f"a run is going on (process {process}): this is its last durable step"]
 

@@ -237,7 +237,7 @@ def run_in_slices(model: nn.Module, micro_batch_size: int) -> nn.Module:
     """
     check_micro_batch_size(micro_batch_size)
     if getattr(model, "_memascend_slices", None) is not None:
-        raise MemascendError("the layers of the model run on micro-batches already")
+        raise MemascendError("the layers of the model run on micro-batches already: call memascend.run_in_slices once")
 
     def clear(_: nn.Module) -> None:
         # Slices would share a converted weight, and their gradients would be added in the lower precision.

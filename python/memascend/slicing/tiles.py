@@ -431,7 +431,7 @@ def run_in_tiles(model: nn.Module, tile_tokens: int | str = AUTO) -> nn.Module:
     tokens = parse_tile_tokens(tile_tokens)
     assert tokens is not None
     if getattr(model, "_memascend_tiles", None) is not None:
-        raise MemascendError("the model runs on tiles already")
+        raise MemascendError("the model runs on tiles already: call memascend.run_in_tiles once")
     tiling = Tiling(tokens)
 
     def part(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

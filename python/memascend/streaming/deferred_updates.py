@@ -29,7 +29,10 @@ class DeferredUpdates:
         """
         cache, cached = self._cache, self._cache.cached_units[unit]
         if cached.users:
-            raise MemascendError(f"optimizer.step() was called while {unit.name} is in use")
+            raise MemascendError(
+                f"optimizer.step() was called while {unit.name} is in use: call it after the forward and the backward "
+                "pass, not within them"
+            )
         if not cached.is_resident:
             # A copy under way out of the unit's buffer holds the buffer.
             cache.drop(cached)

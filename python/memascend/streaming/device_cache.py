@@ -335,7 +335,10 @@ class DeviceCache:
         self.pool.reserve()
         buffers = self.pool.free_blocks()
         if not buffers:
-            raise NoBufferError("no device buffer for a block of a table is free: blocks of other tables are in use")
+            raise NoBufferError(
+                "no device buffer for a block of a table is free: blocks of other tables are in use; drop references "
+                "to rows of embeddings and heads"
+            )
         return buffers[0]
 
     def is_beyond(self, unit: Unit) -> bool:

@@ -100,7 +100,10 @@ class ExpertPieces:
     def _bring(self, place: ParameterEntry, expert: int) -> _Piece:
         """Return an expert in memory, read if need be; it becomes the latest that was used."""
         if (place, expert) not in self._pieces and not self._read(place, expert):
-            raise NoBufferError(f"no buffer for an expert of {place.name} is free: all are in use")
+            raise NoBufferError(
+                f"no buffer for an expert of {place.name} is free: all are held by tensors still alive; drop "
+                "references to weights of experts, or give experts='whole'"
+            )
         piece = self._pieces.pop((place, expert))
         if piece.ticket is not None:
             ticket, piece.ticket = piece.ticket, None

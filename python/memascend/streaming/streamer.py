@@ -140,7 +140,10 @@ class Streamer:
         """Raise PassError in a pass, and while a unit is in use; `memory` ("host", "device") is to change."""
         used = next((r.unit.name for r in self.cached_units.values() if r.users), None)
         if self.depth or used is not None or self.backward_units or in_backward():
-            raise PassError(f"the {memory} memory can change between passes only, but {used or 'the model'} is in use")
+            raise PassError(
+                f"the {memory} memory can change between passes only, but {used or 'the model'} is in use: change it "
+                "between a step and the next forward pass"
+            )
 
     def change_plan(self, plan: Plan) -> None:
         """Evict every unit, to go on with the buffers of another plan.

@@ -119,7 +119,10 @@ class TableReads:
         """
         while not (leases := self.spare_blocks()):
             if not self._cache.uploads.wait_oldest(self.block_bytes):
-                raise NoBufferError("no buffer for a block of a table is free: blocks of other tables are being read")
+                raise NoBufferError(
+                    "no buffer for a block of a table is free: blocks of other tables are being read; drop references "
+                    "to rows of embeddings and heads"
+                )
         return leases[0]
 
     def name_whole(self, unit: Unit) -> None:

@@ -49,7 +49,8 @@ class QuantisedTensors:
             raise
         except Exception as error:  # sizes of another kind in the configuration, or tensors of another form
             raise CheckpointError(
-                f"{directory}: its tensors do not fit {form}: {type(error).__name__}: {first_line(error)}"
+                f"{directory}: its tensors do not fit {form}: {type(error).__name__}: {first_line(error)}; "
+                "download the directory again"
             ) from error
         self._packed: dict[str, Packed] = {name: packed for name, (packed, _) in found.items()}
         self.entries = {name: TensorEntry(torch.float32, packed.shape, 0, 0) for name, packed in self._packed.items()}
