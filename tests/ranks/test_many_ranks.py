@@ -488,7 +488,7 @@ def _take_own(_: Path, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "instead"),
     [
-        (CommitLog, "_meet_ranks", _leave_out),
+        (Membership, "barrier", _leave_out),
         (common_generation, "_read_before", _leave_out),
         (common_generation, "go_to_common_step", _take_own),
         (Ranks, "barrier", _leave_out),
@@ -501,7 +501,7 @@ def test_an_omission_is_noticed(
     monkeypatch.setattr(place, name, instead)
     with pytest.raises(Fault):
         for seed in range(100):
-            if name == "barrier":
+            if place is Ranks:
                 go_astray(seed, 8)
             else:
                 lose(seed, 8, tmp_path)

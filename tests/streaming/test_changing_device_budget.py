@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 from durable_run import Run, build, same
-from simulated_device import Accesses, SimulatedDevice
+from simulated_device import Accesses, SimulatedDevice, captured, inputs_aside
 
 import memascend
 from memascend import BudgetError, DeviceError, MemascendError
@@ -52,7 +52,7 @@ def in_force(model: nn.Module, device: SimulatedDevice) -> tuple[Any, ...]:
         memascend.plan_of(model),
         stats["device_bytes_budget"],
         stats["device_bytes_planned"],
-        session.gradients.in_flight_bytes,
+        captured(model).leaving.most_bytes,
         session.options.device_memory,
         device.limited,
         device.taken,
@@ -197,15 +197,15 @@ def test_copies_under_way_end_before_their_memory_goes(
         memascend.set_device_memory(model, "32MiB")
     assert all(buffer.arrived.is_done() for buffer in uploads)
 
-    session.gradients.in_flight_bytes = 64 * MIB  # A backward pass waits for none of its copies.
+    captured(model).leaving.most_bytes = 64 * MIB  # A backward pass waits for none of its copies.
     loss = model(**tiny_models.batch("llama", 2)).loss
     fake.set("busy", 1)
     loss.backward()
-    leaving = list(session.gradients._leaving)
+    leaving = list(captured(model).leaving._copies)
     assert leaving
     with going_on_soon(fake):
         memascend.set_device_memory(model, "64MiB")
-    assert not session.gradients._leaving and all(capture.copied() for capture, *_ in leaving)
+    assert not captured(model).leaving and all(capture.copied() for capture, *_ in leaving)
 
 
 def test_inputs_that_were_copied_to_the_host_take_nothing_after_the_backward_pass(
@@ -228,9 +228,9 @@ def test_inputs_that_were_copied_to_the_host_take_nothing_after_the_backward_pas
     loss = model(**tiny_models.batch("gpt2", 0)).loss
     fake.set("busy", 0)
     loss.backward()
-    assert session.inputs._leaving
+    assert inputs_aside(model)._leaving
     memascend.set_host_memory(model, session.plan.smallest_bytes)
-    assert not session.inputs._leaving
+    assert not inputs_aside(model)._leaving
 
 
 def test_what_was_written_to_the_device_is_not_lost(

@@ -17,7 +17,7 @@ import pytest
 import requirements
 import tiny_models
 import torch
-from simulated_device import Accesses, SimulatedDevice
+from simulated_device import Accesses, SimulatedDevice, captured
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -276,7 +276,7 @@ def test_the_host_does_not_wait_in_mid_pass(on_device: Callable[..., nn.Module],
     """With buffers for everything, only the step asks the device for something: the norm."""
     model = on_device(tiny_models.build("llama"))
     # Otherwise the host waits where the thread that copies gradients has fallen behind, as on a busy machine.
-    memascend.offload_of(model).gradients.in_flight_bytes = 1 << 30
+    captured(model).leaving.most_bytes = 1 << 30
     optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
     before = {}
     for step in range(3):

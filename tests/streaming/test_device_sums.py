@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny_models
 import torch
-from simulated_device import Accesses, SimulatedDevice
+from simulated_device import Accesses, SimulatedDevice, captured
 
 import memascend
 from memascend.memory_plan.device import make_device_plan
@@ -51,7 +51,7 @@ def test_sums_come_down_once(on_device: Callable[..., nn.Module], fake: fake_cud
     fake.set("lateness", 7)
     model = on_device(tiny_models.build("llama"))
     session = memascend.offload_of(model)
-    gradients = session.gradients
+    gradients = captured(model)
     whole = sum(place.nbytes for place in session.places)
     assert gradients.sums.room >= whole
     gradients.sums.room = int(whole * share)
@@ -59,7 +59,7 @@ def test_sums_come_down_once(on_device: Callable[..., nn.Module], fake: fake_cud
     stayed: list[int] = []
 
     def after(step: int, number: int) -> None:
-        gradients._release(-1)  # copies on their way have arrived
+        gradients.leaving.wait()  # copies on their way have arrived
         copied.append(memascend.stats(model)["device"]["d2h_bytes"])
         stayed.append(gradients.sums.nbytes)
 
@@ -113,7 +113,7 @@ def test_a_program_finds_its_gradients(on_device: Callable[..., nn.Module], fake
 def test_another_budget_between_two_passes(on_device: Callable[..., nn.Module], fake: fake_cuda.Fake) -> None:
     expected = train(tiny_models.build("llama"))
     model = on_device(tiny_models.build("llama"))
-    gradients = memascend.offload_of(model).gradients
+    gradients = captured(model)
 
     def after(step: int, number: int) -> None:
         if step == 1 and number == 0:
@@ -149,7 +149,7 @@ def test_a_model_is_closed_amid_a_step(on_device: Callable[..., nn.Module], fake
 
     def leave(step: int, number: int) -> None:
         if step == 1:
-            assert memascend.offload_of(model).gradients.sums.nbytes
+            assert captured(model).sums.nbytes
             raise Left
 
     with pytest.raises(Left), Accesses(fake):

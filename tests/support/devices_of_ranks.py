@@ -18,6 +18,7 @@ from simulated_device import Accesses, SimulatedDevice
 import memascend
 from memascend.autograd import recompute
 from memascend.gradients.device_reduce import DeviceReducedGradients
+from memascend.gradients.leaving import LeavingGradients
 from memascend.streaming.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -111,10 +112,10 @@ def _copy_at_once() -> None:
 def _drop_at_once() -> None:
     """Let go of gradients that are being copied."""
 
-    def drop(self: DeviceReducedGradients, _: int) -> None:
-        self._leaving.clear()
+    def drop(self: LeavingGradients, _: int) -> None:
+        self._copies.clear()
 
-    DeviceReducedGradients._release = drop  # type: ignore[method-assign]
+    LeavingGradients._release = drop  # type: ignore[method-assign]
 
 
 OMISSIONS = {

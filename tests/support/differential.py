@@ -137,7 +137,7 @@ REFUSED = {
     "the values of the gradient of .* are gone": False,
     "changed since the forward pass whose gradients were asked for": True,
     "has written to its own weights": True,
-    "recomputing a unit saved": True,
+    "recomputing a module of .* saved": True,
     r"backward\(create_graph=True\) gives": True,
     r"load_state_dict\(assign=True\) would replace": False,
     "is on SSD as .* cannot become": False,

@@ -18,7 +18,10 @@ from fake_cuda import Fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import memascend
 from memascend._memascend import ForTests, gradient_stats
+from memascend.autograd.recompute import DeviceInputStash
+from memascend.gradients.device_capture import DeviceCapture
 from memascend.hardware.cuda import BlockSums, ComputeDevice
 from memascend.kernels.launcher import CHUNK
 from memascend.layout.units import DTYPE_NAMES
@@ -26,6 +29,8 @@ from memascend.layout.units import DTYPE_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+
+    from torch import nn
 
     from memascend._memascend import Projection
     from memascend.memory_plan.device import DevicePlan
@@ -201,3 +206,17 @@ def _extent(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
+
+
+def captured(model: nn.Module) -> DeviceCapture:
+    """Return the capture of the gradients that a device makes of an offloaded model."""
+    gradients = memascend.offload_of(model).gradients
+    assert isinstance(gradients, DeviceCapture)
+    return gradients
+
+
+def inputs_aside(model: nn.Module) -> DeviceInputStash:
+    """Return the inputs of an offloaded model's layers that a device puts aside."""
+    inputs = memascend.offload_of(model).inputs
+    assert isinstance(inputs, DeviceInputStash)
+    return inputs

@@ -142,7 +142,7 @@ class TypedProxyStorage:
 def storage_of(tensor: torch.Tensor) -> ProxyStorage:
     """Return the storage that a proxy shows a part of: a whole parameter's, or its present gradient's."""
     session, place, source = locate(tensor)
-    if session.membership is not None:  # The code below would read the values on one rank alone.
+    if session.membership.divides:  # The code below would read the values on one rank alone.
         raise MemascendError(f"{place.name} is on SSD, divided over ranks: its storage {ADDRESS}")
     with raw_tensor_access():
         device = tensor.device

@@ -88,15 +88,15 @@ class _Source:
         """Raise MemascendError if the tensor was written to since the copy was started."""
         if self.tensor is not None and self.tensor._version != self._version:
             raise MemascendError(
-                "an input of a unit was changed in place after the unit was called, while it was copied from the "
-                "device: change a copy of it"
+                f"an input of shape {tuple(self.tensor.shape)} was changed in place after the layer that takes it was "
+                "called, while it was copied from the device: change a copy of it"
             )
 
 
 class LeavingInput(StashedInput):
     """An input on a device: copied out while the device goes on computing, and back before it is needed."""
 
-    def __init__(self, inputs: InputStash, device: ComputeDevice, tensor: torch.Tensor) -> None:
+    def __init__(self, inputs: DeviceInputStash, device: ComputeDevice, tensor: torch.Tensor) -> None:
         """Start copying `tensor` out."""
         self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self.device = device
@@ -151,24 +151,23 @@ class LeavingInput(StashedInput):
 class InputStash:
     """Copies the inputs of recomputed units out, each tensor once, however many units it is passed to."""
 
-    def __init__(self, runtime: Runtime, policy: str, timeline: Timeline, device: ComputeDevice | None = None) -> None:
-        """Copy inputs on `device` into `runtime`, by a `policy` of `memascend.options.POLICIES`."""
+    #: The device that the inputs are copied from, if they are not in host memory.
+    device: ComputeDevice | None = None
+
+    def __init__(self, runtime: Runtime, policy: str, timeline: Timeline) -> None:
+        """Copy inputs into `runtime`, by a `policy` of `memascend.options.POLICIES`."""
         self.runtime = runtime
         self.policy = policy
         self.timeline = timeline
-        self.device = device
         #: Where the inputs lie that are copied out.
-        self.torch_device = CPU if device is None else device.torch_device
+        self.torch_device = CPU
         #: For each part of a tensor, None being the whole: (version, stashed input), by identity of the tensor.
         self._stashed = WeakIdKeyDictionary()
         #: The tensor that another one is a slice of (a weak reference), and the number of the slice.
         self._parts = WeakIdKeyDictionary()
-        self.latest: Callable[[], LeavingInput | None] = lambda: None
         self.buffers = BufferCopies()
         #: Whether the caches keep the entries of layers.
         self.keeps_caches = True
-        #: Inputs on their way from the device, the oldest first.
-        self._leaving: deque[_Source] = deque()
 
     @contextmanager
     def keeping_caches(self, keeps: bool) -> Iterator[None]:
@@ -208,8 +207,31 @@ class InputStash:
 
     def copy_out(self, tensor: torch.Tensor) -> StashedInput:
         """Return a handle of the values of `tensor`, which leave it."""
-        if self.device is None:
-            return StashedInput(self, tensor)
+        return StashedInput(self, tensor)
+
+    def wait_copied(self) -> None:
+        """Wait until no input is on its way to host memory: copies end before `copy_out` does."""
+
+    def close(self) -> None:
+        """Wait until no copy is under way."""
+
+
+class DeviceInputStash(InputStash):
+    """Copies the inputs of recomputed units out of a device's memory while the device goes on computing."""
+
+    device: ComputeDevice
+
+    def __init__(self, runtime: Runtime, policy: str, timeline: Timeline, device: ComputeDevice) -> None:
+        """Copy inputs on `device` as `InputStash` does."""
+        super().__init__(runtime, policy, timeline)
+        self.device = device
+        self.torch_device = device.torch_device
+        self.latest: Callable[[], LeavingInput | None] = lambda: None
+        #: Inputs on their way from the device, the oldest first.
+        self._leaving: deque[_Source] = deque()
+
+    def copy_out(self, tensor: torch.Tensor) -> StashedInput:
+        """Return a handle of the values of `tensor`, which leave it while the device goes on."""
         stashed = LeavingInput(self, self.device, tensor)
         self.latest = weakref.ref(stashed)
         self._leaving.append(stashed.source)
@@ -269,6 +291,7 @@ class Recomputation:
         These are its inputs, the module's buffers, random states and autocast settings.
         """
         self.function = function
+        self._name = f"a module of {type(module).__name__}"
         self.buffers = BufferState(module, stash.buffers)
         leaves, self.structure = pytree.tree_flatten((args, kwargs), is_leaf=is_state)
         #: Where the objects of `caches` were among the leaves, which do not keep the objects alive.
@@ -279,7 +302,6 @@ class Recomputation:
             stash.put(leaf) if isinstance(leaf, torch.Tensor) else None if is_state(leaf) else leaf for leaf in leaves
         ]
         self._versions = self._count_writes()
-        self.device = stash.device
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         self.random_state = RandomState(
             stash.device, [*self.buffers.generators, *generators], torch_only=self.buffers.checkpointed
@@ -316,8 +338,8 @@ class Recomputation:
     def _recompute(self) -> None:
         if self._count_writes() != self._versions:
             raise MemascendError(
-                "an input of a unit was changed in place by the unit, or after its call, so that it cannot be computed "
-                "again: change a copy of it, or pass recompute=False"
+                f"an input of {self._name} was changed in place by the module, or after its call, so that it cannot be "
+                "computed again: change a copy of it, or pass recompute=False"
             )
         leaves = [leaf.restore() if isinstance(leaf, StashedInput) else leaf for leaf in self.leaves]
         # Detach the inputs, so that this second graph does not reach back into the first.
@@ -336,7 +358,9 @@ class Recomputation:
             return len(values) - 1
 
         def refuse(_: int) -> torch.Tensor:
-            raise MemascendError("a recomputed graph was asked for gradients of its own")
+            raise MemascendError(
+                f"{self._name} computes gradients in its forward, which cannot be computed again: pass recompute=False"
+            )
 
         with (
             span("recompute"),
@@ -349,8 +373,8 @@ class Recomputation:
             self.function(*args, **kwargs)
         if [(value.shape, value.dtype) for value, _ in values.values()] != self.saved:
             raise MemascendError(
-                f"recomputing a unit saved {len(values)} tensors where the first forward saved {len(self.saved)}, or "
-                "tensors of other shapes: its forward is not deterministic; pass recompute=False"
+                f"recomputing {self._name} saved {len(values)} tensors where its first forward saved "
+                f"{len(self.saved)}, or tensors of other shapes: its forward is not deterministic; pass recompute=False"
             )
         self.values = values
         _holding.add(self)

@@ -42,7 +42,7 @@ class RandomState:
         self.device = device
         self.torch_only = torch_only
         self.default = _shared("torch", torch.get_rng_state(), torch.equal)
-        self.on_device = None if device is None else device.random_state()
+        self.on_devices = [] if device is None else [(device, device.random_state())]
         self.generators = [(generator, generator.get_state()) for generator in generators]
         if not torch_only:
             self.python = _shared("python", random.getstate(), lambda one, other: one == other)
@@ -51,8 +51,8 @@ class RandomState:
     def set(self) -> None:
         """Give the generators these states."""
         torch.set_rng_state(self.default)
-        if self.device is not None:
-            self.device.set_random_state(self.on_device)
+        for device, on_device in self.on_devices:
+            device.set_random_state(on_device)
         for generator, state in self.generators:
             generator.set_state(state)
         if not self.torch_only:

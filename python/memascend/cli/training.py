@@ -310,7 +310,7 @@ class Training:
     @property
     def _ranks(self) -> Ranks | None:
         session = None if self._offloaded is None else find_offload(self._offloaded)
-        return None if session is None or session.membership is None else session.membership.ranks
+        return None if session is None else session.membership.ranks
 
     def _compare(self) -> None:
         """Raise DataError on all processes where one has other data, or options that decide, than the first."""

@@ -333,15 +333,10 @@ class CommitLog:
                 if isinstance(error, StoreError) and error.errno == errno.EFBIG and error.operation is None:
                     self._refuse_record(error)
                 raise
-            self._meet_ranks()
+            # Until every rank has the generation, any of them may have to go back to the one before.
+            self._session.membership.barrier(f"have generation {self._runtime.store.generation} on every rank")
             self._phases.finish()
             self._committed_steps = self.steps
-
-    def _meet_ranks(self) -> None:
-        """Wait until every rank has the generation: until then, any of them may have to go back to the one before."""
-        membership = self._session.membership
-        if membership is not None:
-            membership.ranks.barrier(f"have generation {self._runtime.store.generation} on every rank")
 
     def _refuse_record(self, error: StoreError) -> None:
         """Discard a record that does not fit into the manifest, and raise an error that names the largest part.
@@ -523,5 +518,5 @@ class CommitLog:
             random_numbers=moment.random,
             tracked=self._tracked_states(moment) if moment.tracked is None else moment.tracked,
             added=added,
-            ranks=None if self._session.membership is None else self._session.membership.described,
+            ranks=self._session.membership.described,
         )

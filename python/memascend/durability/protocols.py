@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memascend.errors import MemascendError
     from memascend.layout.units import ParameterEntry, Unit
     from memascend.options import OffloadOptions
-    from memascend.ranks.membership import Membership
+    from memascend.ranks.membership import Membership, OneProcess
     from memascend.streaming.experts import ExpertPieces
     from memascend.streaming.streamer import Streamer
     from memascend.streaming.updates import MeasuredGradient, Segment
@@ -49,8 +49,8 @@ class SessionProtocol(Protocol):
     units: list[Unit]
     notices: list[str]
     keep_store: bool | None
-    #: The ranks that the store is divided over, if it is.
-    membership: Membership | None
+    #: The ranks that the store is divided over, or the one process that has it.
+    membership: Membership | OneProcess
 
     @property
     def options(self) -> OffloadOptions:

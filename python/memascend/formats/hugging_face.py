@@ -223,7 +223,7 @@ def _fill(session: Session, sources: Sources, progress: Callable[[int, int], Non
         if quantised:
             quantise_beside(session, sources.read_part, tell)
         session.fill(
-            sources.read if session.membership is None else sources.read_share, partial(tell, before=quantised)
+            sources.read_share if session.membership.divides else sources.read, partial(tell, before=quantised)
         )
         sources.read_buffers()
         hooks_for(session).attach()

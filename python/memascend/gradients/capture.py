@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from contextlib import suppress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -14,39 +13,26 @@ from torch.autograd.graph import get_gradient_edge
 from memascend.autograd.proxies import applied_gradient, copy_of, is_proxy, make_marker
 from memascend.common.timeline import span
 from memascend.errors import MemascendError
-from memascend.gradients.device_sums import DeviceSums
-from memascend.gradients.tables import add_from_device
 from memascend.layout.units import DTYPE_NAMES, raw_tensor_access
 from memascend.vocabulary.gradient import TableGradient
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.utils.hooks import RemovableHandle
 
-    from memascend._memascend import CudaEvent, Projection, Runtime
+    from memascend._memascend import GradientRanges, Projection, Runtime
     from memascend.common.timeline import Timeline
     from memascend.gradients.in_backward import UpdatesInBackward
     from memascend.gradients.trained_later import LaterRoom
-    from memascend.hardware.cuda import ComputeDevice
     from memascend.layout.units import ParameterEntry, StoreTensor
     from memascend.streaming.streamer import Streamer
-
-
-class DeviceToHostCopy(Protocol):
-    """A copy from the device that is under way."""
-
-    def copied(self) -> bool:
-        """Return whether the device memory is no longer read."""
-
-    def wait_copied(self) -> None:
-        """Wait until the device memory is no longer read."""
 
 
 class GradientCapture:
     """Captures the gradients of parameters through autograd hooks. `parameter.grad` then is a marker.
 
-    A native thread copies gradients from a device while the device goes on computing. Sums of several backward passes
-    stay there as far as the plan has room (`sums`). Call `finish` before using the norm or the overflow check of such a
-    gradient.
+    Call `finish` before using the norm or the overflow check of a gradient.
 
     The marker is a proxy (`memascend.autograd.proxies`): an operation on it is done with the gradient.
     Setting `parameter.grad = None` discards the gradient, as in PyTorch.
@@ -61,30 +47,14 @@ class GradientCapture:
         runtime: Runtime,
         streamer: Streamer,
         timeline: Timeline,
-        device: ComputeDevice | None = None,
-        in_flight_bytes: int = 0,
         in_backward: UpdatesInBackward | None = None,
     ) -> None:
-        """Capture into `runtime`. Gradients on their way from `device` take about `in_flight_bytes` there at most.
-
-        Gradients that `in_backward` takes are applied at once, and not captured.
-        """
+        """Capture into `runtime`. Gradients that `in_backward` takes are applied at once, and not captured."""
         self.runtime = runtime
         self.streamer = streamer
         self.timeline = timeline
-        self.device = device
         self.in_backward = in_backward
         self._accumulating: set[ParameterEntry] = set()
-        #: The most bytes of gradients that are on their way from the device while another is made.
-        self.in_flight_bytes = in_flight_bytes
-        #: The largest gradient of a table that a device makes as a whole.
-        self.made_bytes = 0
-        #: Copies under way from the device, the oldest first: the copy, the event at which the
-        #: gradient is computed, its bytes, and the tensors that must live until it has been copied.
-        self._leaving: deque[tuple[DeviceToHostCopy, CudaEvent, int, tuple[torch.Tensor, ...]]] = deque()
-        self._leaving_bytes = 0
-        #: Gradients that are on the device alone.
-        self.sums = DeviceSums()
         #: Room for gradients of weights that train later; the session gives it.
         self.later: LaterRoom
 
@@ -164,15 +134,17 @@ class GradientCapture:
             return
         self.streamer.updates.apply(place.tensor.unit)
         with span(f"gradient of {place.name}"):
-            # On a device with room for it a whole gradient is measured there, and captured by another thread.
-            whole = place.tensor.packed or (self.device is not None and place.nbytes <= self.made_bytes)
-            if isinstance(gradient, TableGradient) and whole:
+            if isinstance(gradient, TableGradient) and self._made_whole(place):
                 gradient = gradient.dense()
             if isinstance(gradient, TableGradient):
                 self._keep_blocks(place, gradient, accumulate)
             else:
                 self._keep(place, gradient.detach().contiguous(), accumulate)
         self._note_kept(place, accumulate)
+
+    def _made_whole(self, place: ParameterEntry) -> bool:
+        """Return whether the gradient of a table is made as a whole, and not block by block."""
+        return place.tensor.packed
 
     def _take(self, place: ParameterEntry, accumulate: bool) -> torch.Tensor | None:
         """Take a new gradient from `parameter.grad`, and put the gradient that it is added to, if any, back there.
@@ -212,26 +184,10 @@ class GradientCapture:
     def _keep(self, place: ParameterEntry, gradient: torch.Tensor, accumulate: bool, stays: bool = True) -> None:
         """Put a contiguous gradient into memascend's keeping, or add it to the one there.
 
-        One that `stays` may be kept on the device, where later ones are added to it in place.
+        One that `stays` may be kept where it was made, and later ones are added to it in place.
         """
         place.gradient.filled = place.gradient.projection = None
-        if self.device is None:
-            gradient_id, start = self._room_of(place)
-            self._keep_from_host(gradient_id, place, gradient, start, accumulate)
-            return
-        if not accumulate:
-            self._discard(place)
-        leaving = self.sums.add(place, gradient, accumulate) if stays else (gradient, accumulate)
-        if leaving is not None:
-            self._capture_from_device(self.device, place, *leaving)
-
-    def _room_of(self, place: ParameterEntry) -> tuple[int, int]:
-        """Return the number of the store's gradient that a parameter's is in, and where it begins there."""
-        return self.allocate(place.tensor), place.start if place.tensor.packed else 0
-
-    def _keep_from_host(
-        self, gradient_id: int, place: ParameterEntry, gradient: torch.Tensor, start: int, accumulate: bool
-    ) -> None:
+        gradient_id, start = self._room_of(place)
         projection = self._projection_of(place)
         if projection is None:
             place.gradient.sum_squares, place.gradient.non_finite = self.runtime.gradients.capture(
@@ -243,6 +199,10 @@ class GradientCapture:
             gradient_id, gradient.data_ptr(), accumulate, projection, projected, torch.get_num_threads()
         )
         place.gradient.projection = projection
+
+    def _room_of(self, place: ParameterEntry) -> tuple[int, int]:
+        """Return the number of the store's gradient that a parameter's is in, and where it begins there."""
+        return self.allocate(place.tensor), place.start if place.tensor.packed else 0
 
     def _projection_of(self, place: ParameterEntry) -> Projection | None:
         """Return how a gradient is projected as it is captured, if it is."""
@@ -272,13 +232,7 @@ class GradientCapture:
             else:
                 self._discard(place)
             ranges = self.runtime.gradients.begin_gradient(self.allocate(place.tensor), accumulate)
-            blocks = map(itemgetter(1), gradient.blocks())
-            if self.device is None:
-                for block in map(torch.Tensor.contiguous, blocks):
-                    ranges.add(block.data_ptr(), block.numel())
-                    del block  # before the next one is made
-            else:
-                add_from_device(ranges, blocks, self.streamer, self.device)
+            self._add_to(ranges, map(itemgetter(1), gradient.blocks()))
             place.gradient.sum_squares, place.gradient.non_finite = ranges.end()
         except BaseException:
             # Some blocks are there, and others are not. The sum of earlier backward passes is gone, and reading it or
@@ -286,101 +240,17 @@ class GradientCapture:
             place.gradient.held, place.parameter.grad = False, place.gradient.marker if accumulate else None
             raise
 
-    def _capture_from_device(
-        self,
-        device: ComputeDevice,
-        place: ParameterEntry,
-        gradient: torch.Tensor,
-        accumulate: bool,
-    ) -> None:
-        gradient_id, start = self._room_of(place)
-        # The device computes the sums of squares of a whole gradient, so that the host does not
-        # read its bytes. So it does with the projection; a sum with an earlier gradient is projected in the step.
-        sums = None if accumulate else device.block_sums(gradient)
-        projection = None if accumulate else self._projection_of(place)
-        numbers = None if projection is None else device.projection(gradient, projection)
-        if accumulate:
-            try:
-                self.finish(place)  # The gradient of an earlier backward pass, to which this one is added.
-            except BaseException:
-                # The next step raises the error again; zero_grad clears it.
-                place.parameter.grad = place.gradient.marker
-                raise
-        ready = device.record()
-        capture = self.runtime.gradients.capture_from_device(
-            gradient_id,
-            start,
-            gradient.data_ptr(),
-            place.numel,
-            accumulate,
-            ready,
-            None if sums is None else sums.addresses,
-        )
-        place.gradient.capturing = [capture]
-        held = (gradient,) if sums is None else (gradient, sums.memory)
-        self._leaving.append((capture, ready, gradient.nbytes, held))
-        self._leaving_bytes += gradient.nbytes
-        if projection is not None and numbers is not None:
-            projected = self._allocate_projected(place, projection)
-            capture = self.runtime.gradients.capture_from_device(
-                projected, 0, numbers.data_ptr(), 2 * projection.numbers, False, ready, None
-            )
-            place.gradient.capturing.append(capture)
-            place.gradient.projection = projection
-            self._leaving.append((capture, ready, numbers.nbytes, (numbers,)))
-            self._leaving_bytes += numbers.nbytes
-        self._release(self.in_flight_bytes)
-
-    def hold(self, copy: DeviceToHostCopy, ready: CudaEvent, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Have `tensors` live until a copy of them, which waits for `ready`, has read them."""
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._leaving.append((copy, ready, nbytes, tensors))
-        self._leaving_bytes += nbytes
-        self._release(self.in_flight_bytes)
+    def _add_to(self, ranges: GradientRanges, blocks: Iterable[torch.Tensor]) -> None:
+        """Add the blocks of a table's gradient, (n, width) each and in order, to the ranges that are captured."""
+        for block in map(torch.Tensor.contiguous, blocks):
+            ranges.add(block.data_ptr(), block.numel())
+            del block  # before the next one is made
 
     def wait_copied(self) -> None:
-        """Wait until no gradient is on the device, or on its way from there."""
-        self._bring_down()
-        self._release(-1)
-
-    def _bring_down(self) -> None:
-        """Have all gradients leave that are on the device alone."""
-        assert self.device is not None or not self.sums.nbytes
-        for place in self.sums.places():
-            gradient = self.sums.take(place)
-            assert self.device is not None and gradient is not None
-            self._capture_from_device(self.device, place, gradient, accumulate=False)
-
-    def _release(self, most_bytes: int) -> None:
-        """Drop gradients that have been copied from the device.
-
-        Wait for the oldest while more than `most_bytes` are on their way.
-        """
-        while self._leaving:
-            capture, ready, nbytes, _ = self._leaving[0]
-            if not capture.copied():
-                if self._leaving_bytes <= most_bytes:
-                    return
-                ready.wait()
-                with self.timeline.waiting("d2h"):
-                    capture.wait_copied()
-            self._leaving.popleft()
-            self._leaving_bytes -= nbytes
+        """Wait until no gradient is on its way to host memory, where these are made."""
 
     def finish(self, place: ParameterEntry) -> None:
-        """Wait until a gradient on its way from the device is captured, and its norm and overflow check are known.
-
-        Raises the error of a copy that failed: the gradient must not be used.
-        """
-        if place in self.sums:
-            self._bring_down()  # all of them: a step, which usually asks for one, asks for the others next
-        if place.gradient.capturing:
-            with self.timeline.waiting("d2h"):
-                place.gradient.sum_squares, place.gradient.non_finite = place.gradient.capturing[0].wait()
-                for projected in place.gradient.capturing[1:]:
-                    projected.wait()
-            place.gradient.capturing = []
-            self._release(self.in_flight_bytes)
+        """Wait until a gradient is captured, and its norm and overflow check are known."""
 
     def allocate(self, tensor: StoreTensor) -> int:
         """Return the number of a tensor's gradient in the store, making room for it the first time.
@@ -492,25 +362,15 @@ class GradientCapture:
 
     def _discard(self, place: ParameterEntry) -> None:
         """Forget a gradient, and wait for the end of its copy, even if that fails."""
-        self.sums.take(place)
-        for capture in place.gradient.capturing:
-            with suppress(MemascendError):
-                capture.wait()
-        place.gradient.capturing = []
 
     def complete(self) -> None:
         """Complete the gradients of the last backward pass; in one process they are complete."""
 
     def close(self) -> None:
-        """Wait until no copy reads the device, and no update a gradient."""
+        """Wait until no update uses a gradient."""
         if self.in_backward is not None:
             with suppress(MemascendError):
                 self.in_backward.close()
-        while self._leaving:
-            with suppress(MemascendError):
-                self._leaving[0][0].wait_copied()
-            self._leaving.popleft()
-        self._leaving_bytes = 0
 
 
 class _HeldNode:

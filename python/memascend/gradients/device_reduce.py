@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from memascend.gradients.leaving import LeavingGradients
 from memascend.gradients.reduce import ReducedGradients, trained_places
 from memascend.hardware.pinned import empty_pinned
 from memascend.layout.division import part_of, sent_bytes
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend._memascend import CudaEvent
+    from memascend.hardware.cuda import ComputeDevice
     from memascend.layout.units import ParameterEntry, Unit
 
 
@@ -45,10 +47,15 @@ class DeviceReducedGradients(ReducedGradients):
     of the parameters. Other gradients wait on the device until their unit is exchanged.
     """
 
-    def __init__(self, *args: Any, allocator: str) -> None:
-        """Join gradients as `ReducedGradients` does; `allocator` makes the memory that they are copied to."""
+    def __init__(self, *args: Any, device: ComputeDevice, in_flight_bytes: int, allocator: str) -> None:
+        """Join gradients as `ReducedGradients` does.
+
+        Gradients on their way from `device` take about `in_flight_bytes` there at most; `allocator` makes the memory
+        that they are copied to.
+        """
         super().__init__(*args)
-        assert self.device is not None, "the model computes on a device"
+        self.device = device
+        self.leaving = LeavingGradients(self.timeline, in_flight_bytes)
         #: For each unit: where the piece of each rank and parameter begins that may have a gradient.
         self._begins: dict[Unit, dict[tuple[int, ParameterEntry], int]] = {}
         nbytes = max(map(self._lay_out, self._units), default=0)
@@ -70,7 +77,6 @@ class DeviceReducedGradients(ReducedGradients):
         return end
 
     def _keep_new(self, place: ParameterEntry, gradient: torch.Tensor) -> None:
-        assert self.device is not None
         gradient = gradient.contiguous()
         self._new[place] = None
         self._waiting[place] = gradient, self.device.record()
@@ -79,7 +85,7 @@ class DeviceReducedGradients(ReducedGradients):
 
     def _begin(self, place: ParameterEntry) -> None:
         """Start copying a gradient from the device, of the only unit whose gradients are in `_sent`."""
-        assert self.device is not None and self.device.link is not None
+        assert self.device.link is not None, "the session is open"
         gradient, computed = self._waiting.pop(place)
         begins = self._begins[place.tensor.unit]
         parts = []
@@ -90,9 +96,7 @@ class DeviceReducedGradients(ReducedGradients):
                 parts.append((source, count * gradient.itemsize, self._sent.data_ptr() + begins[rank, place]))
         done = self.device.link.download(parts, computed)
         self._coming[place] = done
-        self._leaving.append((_Copy(done), computed, gradient.nbytes, (gradient,)))
-        self._leaving_bytes += gradient.nbytes
-        self._release(self.in_flight_bytes)
+        self.leaving.hold(_Copy(done), computed, (gradient,))
 
     def _pack(self, places: Sequence[ParameterEntry]) -> torch.Tensor:
         for place in places:
@@ -116,9 +120,14 @@ class DeviceReducedGradients(ReducedGradients):
         with self.timeline.waiting("d2h"):
             for place in places:
                 self._coming.pop(place).wait()
-        self._release(self.in_flight_bytes)
+        self.leaving.drop_copied()
+
+    def wait_copied(self) -> None:
+        """Wait until no gradient is on its way from the device."""
+        self.leaving.wait()
 
     def close(self) -> None:
         """Wait until no copy reads the device, and give the memory of the copies back."""
         super().close()
+        self.leaving.close()
         self._sent = self._sent.new_empty(0)

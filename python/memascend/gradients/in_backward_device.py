@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend._memascend import Applying, CudaEvent
     from memascend.common.timeline import Timeline
     from memascend.durability.commits import CommitLog
-    from memascend.gradients.capture import DeviceToHostCopy
+    from memascend.gradients.leaving import DeviceToHostCopy
     from memascend.hardware.cuda import ComputeDevice
     from memascend.layout.units import ParameterEntry
     from memascend.streaming.streamer import Streamer
@@ -46,7 +46,7 @@ class DeviceUpdatesInBackward(UpdatesInBackward):
         super().__init__(streamer, commit_log, timeline, 0)
         self._device = device
         #: Called with a copy under way from the device, the event that it waits for, and the tensors that have to live
-        #: until its end. See `memascend.gradients.capture.GradientCapture.hold`.
+        #: until its end. See `memascend.gradients.leaving.LeavingGradients.hold`.
         self.hold: Callable[[DeviceToHostCopy, CudaEvent, tuple[torch.Tensor, ...]], None]
         #: Updates that `step` has not followed yet.
         self._applying: dict[ParameterEntry, Applying] = {}

@@ -40,8 +40,8 @@ class PlannedSession(Protocol):
 
     runtime: Runtime
     units: list[Unit]
-    #: Where it computes, if not on the CPU, and the ranks that its store is divided over.
-    device: Any
+    #: Where it computes, and the ranks that its store is divided over.
+    site: Any
     membership: Any
 
     @property
@@ -124,8 +124,8 @@ class LaterRoom:
         told = f"{name} was frozen when the model was offloaded"
         if not tensor.unit.in_store:
             raise MemascendError(f"{told}, and {tensor.unit.read_only}")
-        if session.device is not None or session.membership is not None:
-            where = "device memory" if session.device is not None else "memory over ranks"
+        if session.site.uploads or session.membership.divides:
+            where = "device memory" if session.site.uploads else "memory over ranks"
             raise MemascendError(f"{told}, so that the plan of {where} holds no room for its gradient: {_REMEDY}")
         if not session.plan.slots.count:
             raise MemascendError(

@@ -15,7 +15,7 @@ def check_processes(session: Session, processes: int, group_maker: str) -> None:
 
     `group_maker` names, in words, the code that initialises the group of torch.distributed.
     """
-    ranks = 1 if session.membership is None else session.membership.ranks.size
+    ranks = session.membership.size
     if ranks != processes:
         raise MemascendError(
             f"{processes} processes train together, and the store of the model is divided over {ranks}: make "

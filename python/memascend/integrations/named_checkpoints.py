@@ -96,7 +96,7 @@ def read_name(directory: Path) -> str | None:
 
 def ranks_of(session: Session | None) -> Ranks | None:
     """Return the ranks that a model's store is divided over; None for a model of one process."""
-    return None if session is None or session.membership is None else session.membership.ranks
+    return None if session is None else session.membership.ranks
 
 
 def is_trained(session: Session) -> bool:

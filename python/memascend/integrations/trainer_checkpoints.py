@@ -66,8 +66,7 @@ class CheckpointsMixin:
     def _ranks(self) -> Ranks | None:
         """The ranks that the model's store is divided over; None in a single process, and for a closed model."""
         session = find_offload(self.model)
-        divided = session is not None and not session.closed and session.membership is not None
-        return session.membership.ranks if divided else None  # type: ignore[union-attr]
+        return None if session is None or session.closed else session.membership.ranks
 
     def _own_optimizer(self) -> OffloadedOptimizer | None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
@@ -96,7 +95,10 @@ class CheckpointsMixin:
     def _go_back(self, tag: str | None) -> None:
         """Restore a checkpoint of the store, or its last durable step."""
         if self.optimizer is not None and self._own_optimizer() is None:
-            raise ValueError("the run in the store was trained by another optimizer than the one given")
+            raise ValueError(
+                "the run in the store was trained by another optimizer than the one given: leave optimizers= out, or "
+                "give the one that memascend.resume returned"
+            )
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
             raise ValueError(
                 "a scheduler that was given belongs to an optimizer before the checkpoint: leave optimizers= out "

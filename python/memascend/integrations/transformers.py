@@ -132,7 +132,7 @@ class TrainerMixin(CheckpointsMixin):
             super().__init__(*bound.args[1:], **bound.kwargs)
             if session is not None and args is None:
                 check(self.args, session, own_optimizers)
-            if session is not None and session.membership is not None and not self._over_ranks:
+            if session is not None and session.membership.divides and not self._over_ranks:
                 raise ValueError(
                     f"{type(self).__name__} was not tested over several processes, and trains in one: use "
                     "memascend.integrations.transformers.Trainer, or start one process"

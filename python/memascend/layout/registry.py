@@ -40,8 +40,8 @@ def place_of(parameter: nn.Parameter | torch.Tensor) -> tuple[Any, ParameterEntr
 def ranks_of(parameters: Iterable[torch.Tensor]) -> Ranks | None:
     """Return the ranks that the store of any of the parameters is divided over; None where none is."""
     located = (place_of(parameter) for parameter in parameters)
-    memberships = (entry[0].membership for entry in located if entry is not None)
-    return next((membership.ranks for membership in memberships if membership is not None), None)
+    ranks = (entry[0].membership.ranks for entry in located if entry is not None)
+    return next(filter(None, ranks), None)
 
 
 def finish_gradient(place: ParameterEntry) -> None:

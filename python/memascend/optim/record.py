@@ -10,7 +10,7 @@ import torch
 from memascend._memascend import Rule
 from memascend.durability import exact_json
 from memascend.durability.added import PREFIX, added_parameters
-from memascend.errors import CheckpointError
+from memascend.errors import INCOMPLETE, CheckpointError
 from memascend.layout.parameter_state import StoreMoments
 from memascend.layout.units import StorePlane, raw_tensor_access
 from memascend.optim.offloaded_state import OffloadedState
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from memascend._memascend import TensorId
     from memascend.durability.protocols import SessionProtocol
     from memascend.optim.state_backend import StateBackend
     from memascend.optim.state_backends import StateBackends
@@ -53,7 +54,7 @@ def can_be_recorded(optimizer: Optimizer, backends: StateBackends, session: Sess
     others = _others(optimizer, session)
     if not others:
         return True
-    if session.membership is not None or backends.state_stores is not None:
+    if session.membership.divides or backends.state_stores is not None:
         return False
     return others <= {id(parameter) for parameter in added_parameters(session).values()}
 
@@ -155,28 +156,14 @@ def _restore_empty(optimizer: Optimizer, backend: StateBackend, step: int, argum
 
 def find_states(session: SessionProtocol, record: dict[str, Any]) -> None:
     """Give every tensor the planes of its optimizer's states, and remove states that were never written."""
-    names = {
-        (tensor["name"], plane, dtype): name
-        for unit in record["units"]
-        for tensor in unit["tensors"]
-        for name, plane, dtype in tensor["states"]
-    }
-    rules: defaultdict[str, list[Rule]] = defaultdict(list)
-    for optimizer in record["optimizers"]:
-        for name, (_, arguments, _) in optimizer["states"].items():
-            rules[name].append(Rule(*arguments))
-    runtime = session.runtime
-    for place in session.places:
-        for plane in (plane for rule in rules[place.name] for plane in rule.planes):
-            name = names.get((place.tensor.name, plane.name, plane.dtype))
-            if name is None or plane in place.tensor.planes:
-                continue
-            tensor_id = runtime.store.find_tensor(name)
-            if tensor_id is None:
-                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
-            place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
+    _find_planes(session, record)
     _find_moments(session, record)
-    # States with room in the store that were never written begin anew when they are needed.
+    _remove_unused(session)
+
+
+def _remove_unused(session: SessionProtocol) -> None:
+    """Remove states that have room in the store and were never written: they begin anew when they are needed."""
+    runtime = session.runtime
     tensors = [tensor for unit in session.units for tensor in unit.tensors]
     used = {tensor.name for tensor in tensors}
     used |= {store_plane.name for tensor in tensors for store_plane in tensor.planes.values()}
@@ -188,12 +175,37 @@ def find_states(session: SessionProtocol, record: dict[str, Any]) -> None:
             runtime.store.remove_tensor(tensor_id)
 
 
+def _find_planes(session: SessionProtocol, record: dict[str, Any]) -> None:
+    """Give every tensor the planes of its optimizer's states."""
+    names = {
+        (tensor["name"], plane, dtype): name
+        for unit in record["units"]
+        for tensor in unit["tensors"]
+        for name, plane, dtype in tensor["states"]
+    }
+    rules: defaultdict[str, list[Rule]] = defaultdict(list)
+    for optimizer in record["optimizers"]:
+        for name, (_, arguments, _) in optimizer["states"].items():
+            rules[name].append(Rule(*arguments))
+    for place in session.places:
+        for plane in (plane for rule in rules[place.name] for plane in rule.planes):
+            name = names.get((place.tensor.name, plane.name, plane.dtype))
+            if name is not None and plane not in place.tensor.planes:
+                tensor_id = _needed(session, name)
+                place.tensor.planes[plane] = StorePlane(plane, name, tensor_id, written=True)
+
+
+def _needed(session: SessionProtocol, name: str) -> TensorId:
+    """Return the number of a tensor of the optimizer's in the store. Raises CheckpointError where it is not there."""
+    tensor_id = session.runtime.store.find_tensor(name)
+    if tensor_id is None:
+        raise CheckpointError(f"the store has no {name}, which the optimizer needs: {INCOMPLETE}")
+    return tensor_id
+
+
 def _find_moments(session: SessionProtocol, record: dict[str, Any]) -> None:
     """Give every parameter the moments of its projected gradients."""
     places = {place.name: place for place in session.places}
     for tensor in (tensor for unit in record["units"] for tensor in unit["tensors"]):
         for place_name, name, numel in tensor["moments"]:
-            tensor_id = session.runtime.store.find_tensor(name)
-            if tensor_id is None:
-                raise CheckpointError(f"the store has no {name}, which the optimizer needs")
-            places[place_name].states.moments = StoreMoments(name, tensor_id, numel, written=True)
+            places[place_name].states.moments = StoreMoments(name, _needed(session, name), numel, written=True)

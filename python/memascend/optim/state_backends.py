@@ -51,7 +51,7 @@ class StateBackends(BackendContext):
     def make(self, room: StateAllocation) -> None:
         """Make the room that parameters have asked for."""
         for session, tensors in room.on_sessions.items():
-            if session.membership is not None and not self.optimizer.trains_only(session):
+            if not self.optimizer.trains_only(session):
                 session.refuse_ranks(
                     "training other parameters with the same optimizer",
                     "add adapters before memascend.offload, and have an optimizer for each model",

@@ -150,7 +150,7 @@ class OptimizerStep:
 
         if self._algorithm.factor_options(group) is None:
             return
-        if backend.session is not None and backend.session.membership is not None:
+        if backend.session is not None and backend.session.membership.divides:
             self._joined.append((group, backend, segment, factor))
         else:
             schedule.first.append(find_factors)

@@ -211,7 +211,10 @@ def _free_closed(model: nn.Module) -> None:
     if session is None:
         return
     if not session.closed:
-        raise MemascendError("the model is offloaded already")
+        raise MemascendError(
+            "the model is offloaded already: go back with memascend.restore_checkpoint, or close it (memascend.close) "
+            "before"
+        )
     if session.attachment is not None:
         session.attachment.forget()
 
@@ -282,8 +285,8 @@ def restore_checkpoint(
     kept, session.keep_store = session.keep_store, True
     follows_machine = session.host_budget.follows_machine
     options, group, store = session.options, None, cast("RankLocations", session.paths)
-    if session.membership is not None:
-        ranks = session.membership.ranks
+    ranks = session.membership.ranks
+    if ranks is not None:
         # The locations are this rank's already.
         group, store = ranks.group, [session.paths] * ranks.size
         ranks.barrier(f"restore checkpoint {tag}")

@@ -126,10 +126,10 @@ def figures_of_ranks(model: nn.Module, figures: dict[str, Any]) -> list[list[Any
     All ranks call this together.
     """
     session = find_offload(model)
-    if session is None or session.membership is None:
+    if session is None or not session.membership.divides:
         return []
     mine = json.dumps([figures[name] for name in RANK_FIGURES])
-    return [json.loads(text) for text in session.membership.ranks.all_gather_object("log a step", mine)]
+    return [json.loads(text) for text in session.membership.all_gather_object("log a step", mine)]
 
 
 def _rounded(value: float) -> float:

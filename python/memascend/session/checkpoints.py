@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from memascend._memascend import Runtime
     from memascend.durability.commits import CommitLog
-    from memascend.ranks.membership import Membership
+    from memascend.ranks.membership import Membership, OneProcess
     from memascend.streaming.streamer import Streamer
 
 
@@ -19,9 +19,9 @@ class Checkpoints:
     """Makes, lists and deletes the checkpoints of one session."""
 
     def __init__(
-        self, runtime: Runtime, streamer: Streamer, commit_log: CommitLog, membership: Membership | None
+        self, runtime: Runtime, streamer: Streamer, commit_log: CommitLog, membership: Membership | OneProcess
     ) -> None:
-        """Name generations in the store of `runtime`; with a `membership`, on all of its ranks alike."""
+        """Name generations in the store of `runtime`; on all ranks of its `membership` alike."""
         self._runtime = runtime
         self._streamer = streamer
         self._commit_log = commit_log
@@ -58,19 +58,18 @@ class Checkpoints:
             self._runtime.store.snapshot(tag)
         except StoreError as error:
             failure = error
-        if self._membership is not None:
-            text = "" if failure is None else first_line(failure)
-            told = [text.strip() for text in self._membership.ranks.all_gather_object(f"keep checkpoint {tag}", text)]
-            if any(told) and failure is None:
-                self._runtime.store.delete_snapshot(tag)
-                why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
-                failure = StoreError(None, f"the checkpoint {tag} could not be kept on every rank: {why}")
+        text = "" if failure is None else first_line(failure)
+        told = [text.strip() for text in self._membership.all_gather_object(f"keep checkpoint {tag}", text)]
+        if any(told) and failure is None:
+            self._runtime.store.delete_snapshot(tag)
+            why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+            failure = StoreError(None, f"the checkpoint {tag} could not be kept on every rank: {why}")
         if failure is not None:
             raise failure
 
     def delete(self, tags: Iterable[str]) -> None:
         """Delete checkpoints. Raises StoreError for a tag that the store does not have."""
-        if self._membership is not None:
+        if self._membership.divides:
             # A manifest that is written before all ranks have the generation would take the one before away.
             self._commit_log.wait_committed()
         for tag in list(tags):

@@ -59,7 +59,7 @@ class ComputeOptions:
     @property
     def activations(self) -> Activations:
         """Where the inputs of recomputed layers wait: on the CPU they are in host memory anyway."""
-        return self.options.activations or ("host" if self.device is None else "recompute")
+        return self.options.activations or ("recompute" if self.uploads else "host")
 
     @property
     def device_memory(self) -> int | None:
@@ -122,7 +122,7 @@ class ComputeOptions:
         On the CPU they share what gradients leave: the tokens of a batch are not known there.
         """
         tokens, layer_tokens = self._tokens()
-        if self.device is None or tokens is None or self.activations != "host" or not self.options.recompute:
+        if not self.uploads or tokens is None or self.activations != "host" or not self.options.recompute:
             return None
         return waiting_inputs(units, config, tokens, layer_tokens)
 

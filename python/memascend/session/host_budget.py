@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.common.timeline import Timeline
     from memascend.layout.units import Unit
     from memascend.memory_plan.auto_budget import BudgetChange
-    from memascend.ranks.membership import Membership
+    from memascend.ranks.membership import Membership, OneProcess
 
 _log = logging.getLogger("memascend")
 
@@ -50,7 +50,7 @@ class HostBudget:
         streamer: Streamer,
         copies: Sequence[CopiesToHost],
         timeline: Timeline,
-        membership: Membership | None,
+        membership: Membership | OneProcess,
     ) -> None:
         """Begin with `plan`, which `runtime` and `streamer` were made from. A change waits for `copies`."""
         self.plan = plan
@@ -133,8 +133,7 @@ class HostBudget:
                 _log.info("host memory %s -> %s (%s)", *sizes, change.reason)
 
     def _check_elastic(self) -> None:
-        if self._membership is not None:
-            self._membership.refuse("another budget of host memory", "give host_memory when it is offloaded or resumed")
+        self._membership.refuse("another budget of host memory", "give host_memory when it is offloaded or resumed")
         if self.plan.most is None:
             raise MemascendError(
                 "the model was opened with a fixed budget: give host_memory_max beside host_memory, the most that it "

@@ -196,7 +196,7 @@ class Hooks:
         """Copy a part of the model, as `copy.deepcopy` does."""
         if module is self._model:
             refuse_copy()
-        in_pieces = self.session.options.fused_loss is not False and self.session.device is None
+        in_pieces = self.session.options.fused_loss is not False and not self.session.site.uploads
         tables = self._tables - self._experts if in_pieces else set()
         hooks = {handle.id for handle in self._handles}
         return copy_of_module(module, memo, self._replaced.of(module), hooks, tables)

@@ -11,7 +11,7 @@ from memascend.memory_plan.auto_budget import plan_for
 from memascend.options import OffloadOptions
 from memascend.ranks.group import Ranks
 from memascend.ranks.locations import paths_of
-from memascend.ranks.membership import Membership
+from memascend.ranks.membership import ONE_PROCESS, Membership, OneProcess
 from memascend.session import rank_checks
 from memascend.session.compute import ComputeOptions
 from memascend.session.session import Session
@@ -74,19 +74,19 @@ def open_session(
     if ranks is not None:
         rank_checks.compare_devices(ranks, computing)
     units = units_of(computing)
-    on_device = computing.device is not None
-    threads = update_threads(on_device, options.tuning.get("compute_threads"))
+    threads = update_threads(computing.uploads, options.tuning.get("compute_threads"))
     plan, automatic = plan_for(
         units,
         options.host_memory,
         options.host_memory_max,
         options.update,
-        on_device,
+        computing.uploads,
         threads,
         computing.inputs(units, getattr(model, "config", None)),
     )
-    membership = None
-    if ranks is not None:
+    if ranks is None:
+        membership: Membership | OneProcess = ONE_PROCESS
+    else:
         membership = rank_checks.begin_run(ranks) if resumes is None else Membership(ranks, resumes["ranks"]["run"])
     return Session(
         model,

@@ -9,11 +9,6 @@ from memascend.autograd.recompute import forget_recomputed
 from memascend.common.notices import warn_of
 from memascend.common.sizes import format_size
 from memascend.errors import MemascendError, PinnedMemoryError
-from memascend.gradients.capture import GradientCapture
-from memascend.gradients.device_reduce import DeviceReducedGradients
-from memascend.gradients.in_backward import UpdatesInBackward
-from memascend.gradients.in_backward_device import DeviceUpdatesInBackward
-from memascend.gradients.reduce import ReducedGradients
 from memascend.memory_plan.host import make_plan
 from memascend.memory_plan.lines import Plan
 from memascend.streaming.streamer import Streamer
@@ -24,10 +19,10 @@ if TYPE_CHECKING:
     from memascend._memascend import Runtime
     from memascend.common.timeline import Timeline
     from memascend.durability.commits import CommitLog
-    from memascend.hardware.cuda import ComputeDevice
+    from memascend.gradients.capture import GradientCapture
     from memascend.layout.units import Unit
     from memascend.options import Tuning
-    from memascend.ranks.membership import Membership
+    from memascend.ranks.group import Ranks
     from memascend.session.sites import Site
     from memascend.streaming.streamer import Commits
 
@@ -78,7 +73,10 @@ def find_tensors(runtime: Runtime, units: Iterable[Unit], resume: bool) -> None:
                 continue
             tensor.id = runtime.store.find_tensor(tensor.name)
             if tensor.id is None:
-                raise MemascendError(f"the store has no weights of {tensor.name}")
+                raise MemascendError(
+                    f"the store has no weights of {tensor.name}: it holds another model; give the one that the run was "
+                    "begun with"
+                )
 
 
 def make_streamer(
@@ -87,11 +85,10 @@ def make_streamer(
     plan: Plan,
     timeline: Timeline,
     site: Site,
-    membership: Membership | None,
+    ranks: Ranks | None,
     commits: Commits,
 ) -> Streamer:
     """Return the streamer that brings `units` to the memory where the model computes."""
-    ranks = None if membership is None else membership.ranks
     return Streamer(
         runtime,
         units,
@@ -105,52 +102,16 @@ def make_streamer(
 
 
 def make_gradients(
-    streamer: Streamer,
-    commit_log: CommitLog,
-    units: Sequence[Unit],
-    plan: Plan,
-    device: ComputeDevice | None,
-    site: Site,
-    membership: Membership | None,
-    tuning: Tuning,
+    streamer: Streamer, commit_log: CommitLog, units: Sequence[Unit], plan: Plan, site: Site, ranks: Ranks | None
 ) -> GradientCapture:
     """Return the capture of the gradients of `units`, which updates weights at once if the plan says so."""
-    in_backward = None
-    if plan.update == "backward":
-        in_backward = _make_updates_in_backward(streamer, commit_log, plan.applied.total, device)
-    runtime, timeline = streamer.runtime, streamer.timeline
-    capturing = (runtime, streamer, timeline, device, site.in_flight_bytes, in_backward)
-    gradients: GradientCapture
-    if membership is None:
-        gradients = GradientCapture(*capturing)
-        gradients.sums.room = site.sums_bytes
-    elif device is None:
-        gradients = ReducedGradients(membership.ranks, units, *capturing)
-    else:
-        allocator = tuning.get("allocator", "auto")
-        gradients = DeviceReducedGradients(membership.ranks, units, *capturing, allocator=allocator)
-    if isinstance(in_backward, DeviceUpdatesInBackward):
-        in_backward.hold = gradients.hold
-    gradients.made_bytes = site.made_bytes
-    return gradients
+    if ranks is None:
+        return site.gradients(streamer, commit_log, plan)
+    return site.reduced_gradients(ranks, units, streamer)
 
 
-def _make_updates_in_backward(
-    streamer: Streamer, commit_log: CommitLog, in_flight_bytes: int, device: ComputeDevice | None
-) -> UpdatesInBackward:
-    if device is None:
-        return UpdatesInBackward(streamer, commit_log, streamer.timeline, in_flight_bytes)
-    return DeviceUpdatesInBackward(streamer, commit_log, streamer.timeline, device)
-
-
-def slow_tuning(tuning: Tuning, device: ComputeDevice | None, files: Iterable[Any]) -> list[str]:
-    """Return a notice for each entry of `tuning`, and each filesystem of the model's `files`, that costs time."""
-    notices = []
-    if device is not None and tuning.get("allocator") in ("locked", "pageable"):
-        notices.append(
-            f"allocator={tuning['allocator']!r}: every copy to the device and back stops the program until it is "
-            "done, which pinned memory ('auto', 'cuda', 'registered') spares"
-        )
+def slow_reads(tuning: Tuning, files: Iterable[Any]) -> list[str]:
+    """Return a notice where the filesystem of one of the model's `files` costs time."""
     if any(not file.direct for file in files) and tuning.get("direct", True):
-        notices.append("the model's files are read through the page cache: their filesystem refuses O_DIRECT")
-    return notices
+        return ["the model's files are read through the page cache: their filesystem refuses O_DIRECT"]
+    return []

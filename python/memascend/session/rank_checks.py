@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from memascend.common.notices import warn_of
 from memascend.common.sizes import AUTO
 from memascend.errors import CheckpointError, MemascendError, first_line
-from memascend.hardware.drives import is_device
+from memascend.hardware.drives import keeps_manifest_before
 from memascend.layout.registry import place_of
 from memascend.ranks.membership import Membership
 from memascend.session.watched_parameters import wrapped_by
@@ -45,7 +45,6 @@ def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions
     """
     durability = "step" if options.durability == "auto" else options.durability
     paths = cast("Sequence[str | os.PathLike[str]]", options.store)
-    on_device = any(map(is_device, paths))
     for refused, option, instead in (
         (options.host_memory == AUTO, "host_memory='auto'", "a size such as '8GiB'"),
         (options.host_memory_max is not None, "host_memory_max", "host_memory alone"),
@@ -54,7 +53,7 @@ def settle(options: OffloadOptions, frozen: str | None = None) -> OffloadOptions
         (options.update != "forward", f"update={options.update!r}", "update='forward'"),
         (frozen == "files", "frozen='files'", "frozen='store'"),
         (
-            on_device and durability != "none",
+            durability != "none" and not all(map(keeps_manifest_before, paths)),
             f"durability={durability!r} on a raw block device",
             "directories on filesystems, or durability='none'",
         ),
@@ -98,8 +97,9 @@ def compare_devices(ranks: Ranks, computing: ComputeOptions) -> None:
         )
     by_device: dict[str, list[int]] = {}
     for rank, (identity, *_) in enumerate(told):
-        by_device.setdefault(identity, []).append(rank)
-    for sharing in by_device.values() if device is not None else ():
+        if identity:  # CPUs have none.
+            by_device.setdefault(identity, []).append(rank)
+    for sharing in by_device.values():
         if len(sharing) > 1 and not all(told[rank][2] for rank in sharing):
             raise MemascendError(
                 f"ranks {', '.join(map(str, sharing))} compute on the same device ({where}): give each a device of its "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def hooks_for(session: Session) -> Hooks:
     """Return the hooks that attach a session to its model."""
-    return Hooks(session) if session.membership is None else RankHooks(session)
+    return RankHooks(session) if session.membership.divides else Hooks(session)
 
 
 class RankHooks(Hooks):

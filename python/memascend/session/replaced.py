@@ -89,7 +89,7 @@ class Replacements:
         def compile_(*args: Any, **kwargs: Any) -> None:
             options = kwargs.get("options") or {}
             records_graphs = kwargs.get("mode") in _CUDA_GRAPH_MODES or options.get("triton.cudagraphs")
-            if self._session.device is not None and records_graphs:
+            if self._session.site.uploads and records_graphs:
                 raise MemascendError(
                     f"mode={kwargs.get('mode')!r} records CUDA graphs, for which weights must stay where they are: use "
                     "mode=None, or 'max-autotune-no-cudagraphs'"

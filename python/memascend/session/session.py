@@ -10,20 +10,19 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from memascend.autograd.recompute import InputStash
 from memascend.common.notices import warn_of
 from memascend.common.timeline import Timeline
 from memascend.durability.commits import CommitLog
 from memascend.errors import MemascendError, closed_error, first_line
 from memascend.gradients.trained_later import LaterRoom
 from memascend.hardware.drives import notices_of
-from memascend.hardware.matmul_rates import warn_of_slow
 from memascend.hardware.waits import threads_in_use
 from memascend.options import parse_durability
+from memascend.ranks.membership import ONE_PROCESS
 from memascend.session.checkpoints import Checkpoints
 from memascend.session.fill import Filling
 from memascend.session.host_budget import HostBudget
-from memascend.session.parts import find_tensors, make_gradients, make_streamer, open_within_limits, slow_tuning
+from memascend.session.parts import find_tensors, make_gradients, make_streamer, open_within_limits, slow_reads
 from memascend.session.runtime import close_at_exit, forget, open_holders, open_runtime, store_paths, unused
 from memascend.session.sites import site_of
 from memascend.slicing.slices import Slicing
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from memascend.memory_plan.device import DevicePlan
     from memascend.memory_plan.lines import Plan
     from memascend.options import OffloadOptions, StorePaths
-    from memascend.ranks.membership import Membership
+    from memascend.ranks.membership import Membership, OneProcess
     from memascend.session.compute import ComputeOptions
 
 _log = logging.getLogger("memascend")
@@ -83,7 +82,7 @@ class Session:
         automatic: bool = False,
         resume: bool = False,
         tag: str | None = None,
-        membership: Membership | None = None,
+        membership: Membership | OneProcess = ONE_PROCESS,
     ) -> None:
         """Create the store for `units`, without contents, or open it to `resume`, with the values of a snapshot `tag`.
 
@@ -114,9 +113,8 @@ class Session:
             raise
         #: The files of frozen weights, which are read in place and not copied to the store.
         self.files = list({file for unit in self.units for file, *_ in unit.outside})
-        self.notices += slow_tuning(options.tuning, self.device, self.files)
-        if self.device is None:
-            warn_of_slow(place.dtype for place in self.places)
+        self.notices += [*self.site.slow_tuning(options.tuning), *slow_reads(options.tuning, self.files)]
+        self.site.warn_of_slow(place.dtype for place in self.places)
         close_at_exit(self)
         self.host_budget.nbytes = asked  # Also where the system pins less.
         if automatic:
@@ -140,22 +138,13 @@ class Session:
         runtime, units, device, membership = self.runtime, self.units, self.device, self.membership
         self.timeline = Timeline(updating=lambda: runtime.update_seconds)
         self.commit_log = CommitLog(self, runtime, source)
-        self.streamer = make_streamer(runtime, units, plan, self.timeline, self.site, membership, self.commit_log)
+        self.streamer = make_streamer(runtime, units, plan, self.timeline, self.site, membership.ranks, self.commit_log)
         self.turns = self.streamer.turns
         self.pieces = ExpertPieces(self.streamer, [line.nbytes for line in (plan.most or plan).experts])
         self.streamer.pieces = self.pieces
-        self.gradients = make_gradients(
-            self.streamer,
-            self.commit_log,
-            units,
-            plan,
-            device,
-            self.site,
-            membership,
-            self.options.tuning,
-        )
+        self.gradients = make_gradients(self.streamer, self.commit_log, units, plan, self.site, membership.ranks)
         self.gradients.later = LaterRoom(self)
-        self.inputs = InputStash(runtime, self.site.computing.activations, self.timeline, device)
+        self.inputs = self.site.inputs(runtime, self.timeline)
         self.checkpoints = Checkpoints(runtime, self.streamer, self.commit_log, membership)
         copies = (self.gradients, self.inputs)
         self.host_budget: HostBudget = HostBudget(
@@ -227,7 +216,7 @@ class Session:
     @property
     def gradient_factor(self) -> float:
         """The factor of gradients in an update, which makes the mean of the sum over ranks."""
-        return 1.0 if self.membership is None else 1.0 / self.membership.ranks.size
+        return 1.0 / self.membership.size
 
     @property
     def places(self) -> Iterator[ParameterEntry]:
@@ -263,15 +252,14 @@ class Session:
 
     def refuse_ranks(self, what: str, instead: str) -> None:
         """Raise MemascendError for an action that a store divided over ranks does not allow yet."""
-        if self.membership is not None:
-            self.membership.refuse(what, instead)
+        self.membership.refuse(what, instead)
 
     def refuse_trained_outside(self) -> None:
         """Raise MemascendError over ranks for a trained parameter that is not on the store.
 
         Its gradients are not added up: each rank would make another parameter of it.
         """
-        if self.membership is not None and (outside := self.trained_outside()):
+        if outside := self.trained_outside():
             self.refuse_ranks(
                 f"training {outside[0]}, which is not on the store,", "add adapters before memascend.offload"
             )
@@ -305,7 +293,7 @@ class Session:
     def set_device_memory(self, budget: int) -> None:
         """Change the budget of device memory; see `memascend.set_device_memory`."""
         self.refuse_ranks("another budget of device memory", "give device_memory when it is offloaded or resumed")
-        self.site.change(budget, self.streamer, self.gradients, self.inputs)
+        self.site.change(budget, self.streamer, self.inputs)
 
     def stepped(self, optimizer: OptimizerProtocol) -> None:
         """Note that an optimizer has taken a step, and begin to fetch for the next pass."""
@@ -325,15 +313,7 @@ class Session:
         stats["generation"] = self.runtime.store.generation
         stats["seconds"] = self.timeline.seconds()
         stats["threads"] = threads_in_use(self.plan.update_threads)
-        if self.membership is not None:
-            ranks = self.membership.ranks
-            stats |= {"rank": ranks.rank, "ranks": ranks.size, "network_bytes_sent": ranks.sent_bytes}
-        if self.device_plan is not None:
-            stats["device_bytes_budget"] = self.device_plan.budget
-            stats["device_bytes_planned"] = self.device_plan.total
-        if self.runtime.device is not None:
-            stats["device"] = self.runtime.device.stats()
-        return stats
+        return stats | self.membership.stats() | self.site.stats(self.runtime)
 
     def table(self, place: ParameterEntry) -> OffloadedTable:
         """Return the weights of a parameter that is a table."""
@@ -370,16 +350,16 @@ class Session:
     def _close(self, failed: bool, ended: bool, resumes: bool) -> None:
         self.host_budget.stop_following()
         failed = failed or sys.exc_info()[0] is not None
-        if self.membership is not None and ended and not failed:
+        if self.membership.divides and ended and not failed:
             # The other ranks need not be there any more, and may be doing something else.
             _log.warning("the model was not closed: the store keeps the last durable step; use memascend.close(model)")
             failed = True
         if self.streamer.backward_units and not failed:
             _log.warning("%s: the store keeps the last durable step", use_before_step("the model"))
             failed = True
-        if self.membership is not None and failed and not resumes:
+        if failed and not resumes:
             error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-            self.membership.ranks.abort("it was not closed" if error is None else first_line(error))
+            self.membership.abort("it was not closed" if error is None else first_line(error))
         stays = self.keep_store is not False and (
             failed or ended or bool(self.keep_store) or bool(self.checkpoints.tags())
         )
