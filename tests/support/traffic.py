@@ -1,9 +1,12 @@
-"""Models made of a configuration alone, and steps of them whose traffic is counted."""
+"""Models made of a configuration alone, their plans by the command, and steps of them whose traffic is counted."""
+
+import json
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 import memascend
+from memascend.cli import main
 
 TIED = GPT2Config(architectures=["GPT2LMHeadModel"], vocab_size=2048, n_embd=256, n_layer=4, n_head=4, n_positions=256)
 EXPERTS = Qwen3MoeConfig(
@@ -21,6 +24,27 @@ EXPERTS = Qwen3MoeConfig(
     decoder_sparse_step=1,
     max_position_embeddings=256,
 )
+
+SMALL = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+#: Rates of a GPU, from which `plan` estimates the time of a step.
+GIVEN = ["--flops", "70e12", "--pcie", "25e9", "--dram", "40e9", "--ssd", "3e9"]
+MODELS = {"llama": SMALL, "gpt2": TIED, "qwen3_moe": EXPERTS}
+
+
+def plan(capfd, path, *more):
+    """Run the command with --json; return its exit code and output."""
+    code = main.main(["plan", str(path), "--json", *map(str, more)])
+    return code, json.loads(capfd.readouterr().out)
 
 
 def build(config, dtype=torch.bfloat16):
