@@ -155,15 +155,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         training.resume(progress, entries)
     elif settings.resume and settings.metrics is not None:
         training.begin_anew()
-    if settings.warmup_steps >= training.steps:
-        note(
-            f"the learning rate never reaches --lr: --warmup-steps is {settings.warmup_steps} of {training.steps} steps"
-        )
-    if endurance := forecast.get("endurance"):
-        begins = resumed is None
-        forecast["endurance"] = endurance = for_steps(endurance, training.steps - result.steps, begins=begins)
-        if warning := text_of(endurance, settings.tbw_share, begins=begins):
-            note(warning)
+    _note_course(training, begins=resumed is None)
     training.run(best_folder, adapters.last_checkpoint(settings) if settings.resume else None)
     store = stats_of(None if settings.in_memory else model)
     interrupts.graceful = False  # No step follows: a signal abandons it, and the store keeps the run.
@@ -193,6 +185,20 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
     if interrupts.asked is None and keeps_checkpoints:
         shutil.rmtree(best_folder)
     return result
+
+
+def _note_course(training: Training, *, begins: bool) -> None:
+    """Say where the course of a run, which `begins` or goes on, would surprise: its warm-up, and what it writes."""
+    settings, forecast = training.settings, training.forecast
+    if settings.warmup_steps >= training.steps:
+        note(
+            f"the learning rate never reaches --lr: --warmup-steps is {settings.warmup_steps} of {training.steps} steps"
+        )
+    if endurance := forecast.get("endurance"):
+        left = training.steps - training.result.steps
+        forecast["endurance"] = endurance = for_steps(endurance, left, begins=begins)
+        if warning := text_of(endurance, settings.tbw_share, begins=begins):
+            note(warning)
 
 
 def _put_in_place(settings: Settings, finished: Path, left: Path | None, replaces: bool) -> None:

@@ -42,7 +42,7 @@ from memascend.memory_plan.host import make_plan, smallest_plan
 from memascend.options import parse_durability
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -131,22 +131,7 @@ def forecast(
     _, positions = limits(config)
     if positions is not None and seq_len > positions:
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
-    if gpu is not None and adapters_bytes is not None:
-        raise DataError("--lora-rank is planned only on the CPU: leave out --lora-rank or --gpu")
-    if gpu is not None and gradients != "auto":
-        raise DataError(f"--gradients {gradients} works only on the CPU: leave out --gradients or --gpu")
-    if experts == "pieces" and (gpu is not None or ranks > 1):
-        raise DataError("--experts pieces is planned only on the CPU, in one process: leave out --gpu and --ranks")
-    if base_bits is not None and adapters_bytes is None:
-        raise DataError("--base-bits quantises weights that are not trained: give --lora-rank too")
-    if base_bits is not None and dtype != COMPUTED_IN:
-        raise DataError(f"--base-bits {base_bits} computes in {COMPUTED_IN}: leave out --dtype {dtype}")
-    if base_bits is not None and experts == "pieces":
-        raise DataError("--base-bits does not work yet with --experts pieces: leave one of them out")
-    if ranks > 1 and adapters_bytes is not None:
-        raise DataError("--lora-rank works only in one process: leave out --lora-rank or --ranks")
-    if ranks > 1:
-        _check_over_ranks(gradients, update)
+    _check(gpu, ranks, adapters_bytes is not None, gradients, update, experts, base_bits, dtype)
     model = empty_model_of(config, _directory(path), getattr(torch, dtype))
     if adapters_bytes is not None:
         model.requires_grad_(False)
@@ -218,16 +203,15 @@ def forecast(
     }
     if ranks > 1:
         prediction["network"] = between_ranks(units, work, planned)
+    drives = {} if ssd is None else {"ssd": ssd}
     if network is not None and gpu is None:
-        rates = {"network": network} | ({} if ssd is None else {"ssd": ssd})
         moved = {"network": prediction["network"]["busiest_bytes"], "ssd": planned.total}
-        prediction["step"] = step_time(moved, rates, tokens=work.step_tokens)
+        prediction["step"] = step_time(moved, {"network": network} | drives, tokens=work.step_tokens)
     elif gpu is None and processor is not None and Shape.of(config) is not None:
         passes = amounts(model, units, config, work, planned)
         if adapters_bytes is not None:  # The gradients of the weights are not made, which is a quarter of the products.
             passes |= {"flops": passes["flops"] * 3 // 4, "update": 3 * adapters_bytes}
-        rates = {**processor} | ({} if ssd is None else {"ssd": ssd})
-        prediction["step"] = step_time(passes, rates, tokens=work.step_tokens)
+        prediction["step"] = step_time(passes, {**processor} | drives, tokens=work.step_tokens)
     beside: int | None = 0
     if gpu is None or device_plan is None:
         prediction["pytorch"] = estimates = pytorch_memory(
@@ -237,13 +221,7 @@ def forecast(
     else:
         prediction["gpu"] = _gpu_part(gpu, device_plan, model, units, config, work, planned)
     if with_curve:
-        seconds = None if ssd is None else lambda moved: moved.total / ssd.per_second
-        if gpu is not None:
-
-            def seconds(moved: Traffic) -> float:
-                passes = amounts(model, units, config, work, moved)
-                return float(step_time(passes, gpu.rates, tokens=work.step_tokens)["floor_seconds"])
-
+        seconds = _seconds(model, units, config, work, gpu, ssd)
         prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
     held = adapters_bytes or 0
     whole = MemoryTotal.of(plan.total + plan.freed_blocks_bytes + held, beside, resident_memory())
@@ -260,14 +238,63 @@ def forecast(
     return prediction
 
 
-def _check_over_ranks(gradients: str, update: str) -> None:
-    """Raise DataError for options that a run over ranks does not have."""
-    for given, option, instead in (
-        (gradients != "auto", f"--gradients {gradients}", "auto"),
-        (update != "forward", f"--update {update}", "forward"),
+def _check(
+    gpu: Gpu | None,
+    ranks: int,
+    adapters: bool,
+    gradients: str,
+    update: str,
+    experts: str,
+    base_bits: int | None,
+    dtype: str,
+) -> None:
+    """Raise DataError for options that contradict each other, or that a GPU or a run over ranks does not have."""
+    pieces, over_ranks = experts == "pieces", ranks > 1
+    for refused, text in (
+        (gpu is not None and adapters, "--lora-rank is planned only on the CPU: leave out --lora-rank or --gpu"),
+        (
+            gpu is not None and gradients != "auto",
+            f"--gradients {gradients} works only on the CPU: leave out --gradients or --gpu",
+        ),
+        (
+            pieces and (gpu is not None or over_ranks),
+            "--experts pieces is planned only on the CPU, in one process: leave out --gpu and --ranks",
+        ),
+        (
+            base_bits is not None and not adapters,
+            "--base-bits quantises weights that are not trained: give --lora-rank too",
+        ),
+        (
+            base_bits is not None and dtype != COMPUTED_IN,
+            f"--base-bits {base_bits} computes in {COMPUTED_IN}: leave out --dtype {dtype}",
+        ),
+        (
+            base_bits is not None and pieces,
+            "--base-bits does not work yet with --experts pieces: leave one of them out",
+        ),
+        (over_ranks and adapters, "--lora-rank works only in one process: leave out --lora-rank or --ranks"),
+        (
+            over_ranks and gradients != "auto",
+            f"--gradients {gradients} does not work yet over ranks: use auto",
+        ),
+        (over_ranks and update != "forward", f"--update {update} does not work yet over ranks: use forward"),
     ):
-        if given:
-            raise DataError(f"{option} does not work yet over ranks: use {instead}")
+        if refused:
+            raise DataError(text)
+
+
+def _seconds(
+    model: nn.Module, units: Sequence[Unit], config: Any, work: Workload, gpu: Gpu | None, ssd: Rate | None
+) -> Callable[[Traffic], float] | None:
+    """Return how long a step with some traffic takes, where the rate of the GPU or of the drives is known."""
+    if gpu is not None:
+
+        def on_gpu(moved: Traffic) -> float:
+            passes = amounts(model, units, config, work, moved)
+            return float(step_time(passes, gpu.rates, tokens=work.step_tokens)["floor_seconds"])
+
+        return on_gpu
+    return None if ssd is None else lambda moved: moved.total / ssd.per_second
 
 
 def _directory(path: Path) -> Path:

@@ -337,20 +337,7 @@ def traffic(
         if not units[number].is_experts:
             moved.read["weights"] += _read_by_blocks(model, units[number], work, by_blocks[number])
     moved.read["weights"] += _read_of_experts([unit for unit in units if unit.is_experts], plan, config, work)
-    states_kept = _states_kept(units, plan, work)
-    for number, unit in enumerate(units):
-        if not any(tensor.trained for tensor in unit.tensors):
-            continue
-        # The fetch for the first forward pass carries the update. Its read of the weights is
-        # counted above.
-        moved.written["weights"] += int(unit.stored_nbytes * (work.written_share if number in staying else 1))
-        for tensor in (tensor for tensor in unit.tensors if tensor.trained):
-            for kind, nbytes in state_kinds(tensor, work).items():
-                kept = states_kept[tensor][kind]
-                moved.read[kind] += nbytes - kept
-                moved.written[kind] += nbytes - kept + int(kept * work.written_share)
-            moved.read["moments"] += moments_bytes(tensor, work)
-            moved.written["moments"] += moments_bytes(tensor, work)
+    _add_updates(moved, units, plan, work, staying)
     sums_bytes = 0 if device_plan is None else device_plan.sums_bytes
     spilled = spill(units, plan, forward, backward, stash_bytes(units, config, work), work, sums_bytes)
     moved.sums = min(sums_bytes, sum(place.nbytes for unit in units for place in unit.places))
@@ -360,6 +347,25 @@ def traffic(
     moved.read["projections"] = spilled.projections
     moved.written["projections"] = spilled.projections * work.grad_accum
     return moved
+
+
+def _add_updates(moved: Traffic, units: Sequence[Unit], plan: Plan, work: Workload, staying: set[int]) -> None:
+    """Add the bytes of the updates: weights that are written, and states. The weights of `staying` units stay.
+
+    The fetch for the first forward pass carries the update; `traffic` counts its read of the weights.
+    """
+    states_kept = _states_kept(units, plan, work)
+    for number, unit in enumerate(units):
+        trained = [tensor for tensor in unit.tensors if tensor.trained]
+        if trained:
+            moved.written["weights"] += int(unit.stored_nbytes * (work.written_share if number in staying else 1))
+        for tensor in trained:
+            for kind, nbytes in state_kinds(tensor, work).items():
+                kept = states_kept[tensor][kind]
+                moved.read[kind] += nbytes - kept
+                moved.written[kind] += nbytes - kept + int(kept * work.written_share)
+            moved.read["moments"] += moments_bytes(tensor, work)
+            moved.written["moments"] += moments_bytes(tensor, work)
 
 
 def _read_of_experts(units: Sequence[Unit], plan: Plan, config: Any, work: Workload) -> int:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.layout.units import StoreTensor, Unit
+    from memascend.memory_plan.classes import BufferClass
 
 
 def make_plan(
@@ -105,29 +106,10 @@ def _plan(
     """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks and slots of `sizes`."""
     tensors = [tensor for unit in units for tensor in unit.tensors]
     plan = Plan(budget, update=update, on_device=on_device, update_threads=threads, inputs=inputs)
-    packed: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor.packed and tensor.trained:
-            nbytes = tensor.gradient_nbytes
-            packed[nbytes] = packed.get(nbytes, 0) + 1
-    if any(tensor.shard is not None for tensor in tensors):
-        add_exchange(plan, units, packed)
-    plan.packs = [
-        Line("gradients of small tensors", nbytes, count, "until the update")
-        for nbytes, count in sorted(packed.items())
-    ]
-    add_bookkeeping(plan, units)
     early = [tensor for tensor in tensors if updates_in_backward(tensor)] if update == "backward" else []
-    if early and not on_device:  # from where a gradient passes through staging, chunk by chunk
-        nbytes = max(tensor.numel * tensor.dtype.itemsize for tensor in early)
-        plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
-        plan.applied.note = "beside the arena: autograd's, until their update"
-    plan.later = later_line(tensors)
-    if not all(unit.in_store for unit in units):
-        plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
-        parts = (part for unit in units for located in unit.sources.values() for part in located)
-        plan.windows.nbytes += max((packing.scratch_bytes for *_, packing in parts if packing is not None), default=0)
-
+    _add_gradients(plan, units, tensors, early)
+    add_bookkeeping(plan, units)
+    _add_windows(plan, units)
     tables = [unit for unit in units if unit.is_table]
     units = [unit for unit in units if not unit.is_table]
     add_blocks(plan, units, tables)
@@ -149,12 +131,7 @@ def _plan(
     if elastic:
         plan.smallest_bytes = plan.total  # with chunks of this size, which stays
 
-    # A third buffer per repeated size lets the next prefetch start before the last user is gone.
-    spare = budget - plan.total
-    for kind in classes:
-        if kind.repeated and len(kind.members) >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
-            spare -= kind.line.total // kind.line.count
-            kind.line.count += 1
+    spare = _add_third_buffers(classes, budget - plan.total)
     # New pages for the temporaries of each slice took a fifth of a step with 2 GiB and 0.51B parameters. Caches of as
     # many bytes save less. On a device, the temporaries are there.
     plan.retain_heap = not on_device and spare >= HEAP_SHARE * HEAP_BYTES
@@ -165,6 +142,58 @@ def _plan(
         _kept_chunks(plan, [*units, *pieces], tables, early), spare // plan.staging_cache.nbytes
     )
     spare -= plan.staging_cache.total
+    spare = _keep_units(plan, classes, spare)
+    spare = keep_experts(plan, experts, spare)
+    _keep_tables(plan, tables, spare, blocks_stay=elastic or bool(experts))
+    keep_states(plan, tensors)
+    return plan
+
+
+def _add_gradients(
+    plan: Plan, units: Sequence[Unit], tensors: Sequence[StoreTensor], early: Sequence[StoreTensor]
+) -> None:
+    """Add the gradients that stay in memory: small ones, those that ranks exchange, and those of updates under way."""
+    packed: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.packed and tensor.trained:
+            nbytes = tensor.gradient_nbytes
+            packed[nbytes] = packed.get(nbytes, 0) + 1
+    if any(tensor.shard is not None for tensor in tensors):
+        add_exchange(plan, units, packed)
+    plan.packs = [
+        Line("gradients of small tensors", nbytes, count, "until the update")
+        for nbytes, count in sorted(packed.items())
+    ]
+    if early and not plan.on_device:  # from where a gradient passes through staging, chunk by chunk
+        nbytes = max(tensor.numel * tensor.dtype.itemsize for tensor in early)
+        plan.applied.nbytes, plan.applied.count = nbytes, min(APPLIED_GRADIENTS, len(early))
+        plan.applied.note = "beside the arena: autograd's, until their update"
+    plan.later = later_line(tensors)
+
+
+def _add_windows(plan: Plan, units: Sequence[Unit]) -> None:
+    """Add the windows through which units that are not in the store are read from their files."""
+    if all(unit.in_store for unit in units):
+        return
+    plan.windows.count, plan.windows.note = FILE_WINDOWS, "frozen weights read where they are"
+    parts = (part for unit in units for located in unit.sources.values() for part in located)
+    plan.windows.nbytes += max((packing.scratch_bytes for *_, packing in parts if packing is not None), default=0)
+
+
+def _add_third_buffers(classes: Sequence[BufferClass], spare: int) -> int:
+    """Add a third buffer per repeated size, and return what is left of `spare`.
+
+    It lets the next prefetch start before the last user is gone.
+    """
+    for kind in classes:
+        if kind.repeated and len(kind.members) >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
+            spare -= kind.line.total // kind.line.count
+            kind.line.count += 1
+    return spare
+
+
+def _keep_units(plan: Plan, classes: Sequence[BufferClass], spare: int) -> int:
+    """Add buffers in which units stay from one use to the next, and return what is left of `spare`."""
     for kind in classes:
         size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
         extra = min(len(kind.members) - kind.line.count, spare // size)
@@ -173,11 +202,16 @@ def _plan(
         if kind.line.count >= len(kind.members):
             plan.resident_units += kind.members
         kind.line.note = why(kind)
-    spare = keep_experts(plan, experts, spare)
-    # Last, a table in memory saves the reads of its blocks.
-    # Blocks are not needed once all tables are whole; a smaller budget would need them again. To and from a device rows
-    # and gradients pass through them.
-    blocks_stay = elastic or bool(experts) or any(table.is_uploaded for table in tables)
+    return spare
+
+
+def _keep_tables(plan: Plan, tables: Sequence[Unit], spare: int, *, blocks_stay: bool) -> None:
+    """Keep tables whole in memory, the smallest first: that saves the reads of their blocks, and so comes last.
+
+    Blocks are not needed once all tables are whole, unless `blocks_stay`: a smaller budget would need them again. To
+    and from a device rows and gradients pass through them.
+    """
+    blocks_stay = blocks_stay or any(table.is_uploaded for table in tables)
     blocks = 0 if blocks_stay else plan.blocks.total
     spare += blocks
     for kind in sorted(classes_apart(tables), key=lambda kind: kind.line.nbytes):
@@ -192,8 +226,6 @@ def _plan(
         plan.resident_units += kind.members
     if len(plan.whole_tables) == len(tables) and not blocks_stay:
         plan.blocks.count = 0
-    keep_states(plan, tensors)
-    return plan
 
 
 def _kept_chunks(plan: Plan, units: Sequence[Unit], tables: Sequence[Unit], early: Sequence[StoreTensor]) -> int:

@@ -13,9 +13,11 @@ from memascend.layout.units import StorePlane
 from memascend.streaming.resident_states import share_room
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
-    from memascend._memascend import Plane, Rule, Runtime
+    from memascend._memascend import Plane, Rule, Runtime, TensorId
     from memascend.durability.protocols import OptimizerProtocol
     from memascend.layout.units import ParameterEntry, StoreTensor
     from memascend.session.session import Session
@@ -69,6 +71,31 @@ def free_unused_states(runtime: Runtime, tensor: StoreTensor) -> None:
         runtime.store.remove_tensor(tensor.planes.pop(plane).id)
 
 
+def _missing_state_bytes(tensors: dict[StoreTensor, list[Rule]], moments: dict[ParameterEntry, int]) -> int:
+    """Return the bytes of states that have no room yet."""
+    nbytes = sum(numel * torch.float32.itemsize for numel in moments.values())
+    for tensor, rules in tensors.items():
+        planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
+        nbytes += sum(plane.bytes(tensor.numel) for plane in planes)
+    return nbytes
+
+
+def _missing_gradient_bytes(tensors: Iterable[StoreTensor], moments: dict[ParameterEntry, int]) -> int:
+    """Return the bytes of gradients that have no room yet: they may spill to the drives, too."""
+    # Captured gradients of matrices are stored projected too: half as much, and a sum for each channel.
+    of_matrices = (numel for place, numel in moments.items() if len(place.shape) == 2)
+    captured = (tensor.nbytes for tensor in tensors if not tensor.packed and tensor.gradient is None)
+    return sum(of_matrices) * torch.float32.itemsize + sum(captured)
+
+
+def _stored(tensor: StoreTensor) -> list[TensorId]:
+    """Return the numbers, in the store, of a tensor that is there, of its states and of its parameters' moments."""
+    moments = (place.states.moments for place in tensor.places)
+    weights = () if tensor.id is None else (tensor.id,)
+    planes = (plane.id for plane in tensor.planes.values())
+    return [*weights, *planes, *(stored.id for stored in moments if stored is not None)]
+
+
 def allocate(
     session: Session,
     tensors: dict[StoreTensor, list[Rule]],
@@ -83,22 +110,11 @@ def allocate(
     session.gradients.later.check(tensors)
     session.commit_log.wait_committed()
     runtime = session.runtime
-    missing_state_bytes = sum(numel * torch.float32.itemsize for numel in moments.values())
-    # Captured gradients of matrices are stored projected too: half as much, and a sum for each channel.
-    of_matrices = (numel for place, numel in moments.items() if len(place.shape) == 2)
-    missing_gradient_bytes = sum(of_matrices) * torch.float32.itemsize
-    for tensor, rules in tensors.items():
-        planes = {plane for rule in rules for plane in missing_planes(tensor, rule)}
-        missing_state_bytes += sum(plane.bytes(tensor.numel) for plane in planes)
-        # Gradients may spill to the drives too: count them before training starts.
-        missing_gradient_bytes += 0 if tensor.packed or tensor.gradient is not None else tensor.nbytes
-    missing_bytes = missing_state_bytes + missing_gradient_bytes
+    missing_state_bytes = _missing_state_bytes(tensors, moments)
+    missing_bytes = missing_state_bytes + _missing_gradient_bytes(tensors, moments)
     # The second slots, which the durable generation occupies while the next one is written.
     spare_bytes = missing_state_bytes
-    spare_bytes += sum(runtime.store.spare_bytes(tensor.id) for tensor in tensors if tensor.id is not None)
-    spare_bytes += sum(runtime.store.spare_bytes(plane.id) for tensor in tensors for plane in tensor.planes.values())
-    there = (place.states.moments for tensor in tensors for place in tensor.places)
-    spare_bytes += sum(runtime.store.spare_bytes(stored.id) for stored in there if stored is not None)
+    spare_bytes += sum(runtime.store.spare_bytes(number) for tensor in tensors for number in _stored(tensor))
     two_slots = session.commit_log.decide(optimizer, missing_bytes, spare_bytes)
     runtime.store.check_room(missing_bytes + (spare_bytes if two_slots else 0))
     for tensor, rules in tensors.items():
@@ -109,8 +125,6 @@ def allocate(
             if place in moments:
                 _allocate_moments(runtime, place, moments[place])
         if two_slots:
-            assert tensor.id is not None
-            of_moments = (place.states.moments.id for place in tensor.places if place.states.moments is not None)
-            for tensor_id in [tensor.id, *(plane.id for plane in tensor.planes.values()), *of_moments]:
-                runtime.store.make_spare(tensor_id)
+            for number in _stored(tensor):
+                runtime.store.make_spare(number)
     share_room(session.plan, [tensor for unit in session.units for tensor in unit.tensors])
