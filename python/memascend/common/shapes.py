@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +94,3 @@ def _expect(holds: bool, value: Any, wanted: str, where: str) -> None:
     if not holds:
         shown = repr(value)[:SHOWN_CHARACTERS] if isinstance(value, str | int | float | None) else type(value).__name__
         raise ValueError(f"{where} is {shown}, not {wanted}")
-
-
-#: The functions that a shape may name.
-Check = Callable[[Any, str], None]
