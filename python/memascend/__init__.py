@@ -27,49 +27,9 @@ from memascend.errors import (
 
 if TYPE_CHECKING:
     from memascend import overflow
-    from memascend.library import (
-        SGD,
-        Adam,
-        AdamW,
-        Apollo,
-        ApolloMini,
-        GradScaler,
-        Lion,
-        Resumed,
-        apollo_groups,
-        can_resume,
-        checkpoints,
-        close,
-        delete_checkpoint,
-        empty_pinned,
-        flush,
-        from_pretrained,
-        fuse_loss,
-        linear_cross_entropy,
-        load_distributed,
-        offload,
-        parameters_of,
-        pin_memory,
-        plan_of,
-        reshard,
-        restore_checkpoint,
-        resume,
-        run_in_slices,
-        run_in_tiles,
-        save_checkpoint,
-        save_distributed,
-        save_pretrained,
-        set_device_memory,
-        set_host_memory,
-        stats,
-        track,
-    )
-    from memascend.library import (
-        find_offload as find_offload,
-    )
-    from memascend.library import (
-        offload_of as offload_of,
-    )
+    from memascend.library import *  # noqa: F403
+    from memascend.library import find_offload as find_offload
+    from memascend.library import offload_of as offload_of
 
 try:
     #: The version of Cargo.toml, from which the wheel has it.

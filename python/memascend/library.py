@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memascend import optim
 from memascend.formats.distributed import load_distributed, save_distributed
 from memascend.formats.hugging_face import from_pretrained
 from memascend.formats.saving import parameters_of, save_pretrained
 from memascend.hardware.pinned import empty_pinned, pin_memory
-from memascend.optim import SGD, Adam, AdamW, Apollo, ApolloMini, Lion, apollo_groups
+from memascend.optim import *  # noqa: F403
 from memascend.optim.scaler import GradScaler
 from memascend.recovery.reshard import reshard
 from memascend.recovery.resume import (
@@ -31,15 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Apollo",
-    "ApolloMini",
     "GradScaler",
-    "Lion",
     "Resumed",
-    "apollo_groups",
     "can_resume",
     "checkpoints",
     "close",
@@ -69,6 +63,7 @@ __all__ = [
     "stats",
     "track",
 ]
+__all__ += optim.__all__
 
 
 def stats(model: nn.Module) -> dict[str, Any]:

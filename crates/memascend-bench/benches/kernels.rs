@@ -62,15 +62,6 @@ impl Tensor {
     }
 }
 
-fn scalars(algorithm: Algorithm) -> StepScalars {
-    match algorithm {
-        Algorithm::AdamW { .. } => StepScalars::adamw(1e-5, (0.9, 0.999), 1e-8, 0.01, 10),
-        Algorithm::Lion => StepScalars::lion(1e-6, (0.9, 0.99), 0.01, 10),
-        Algorithm::Sgd { .. } => StepScalars::sgd(1e-4, 0.9, 0.0, 0.01, false, 10),
-        Algorithm::Apollo => StepScalars::apollo(1e-4, 0.01, 10),
-    }
-}
-
 fn plain() {
     const BYTES: usize = 512 << 20;
     for threads in THREADS {
@@ -109,19 +100,14 @@ fn variants() {
             rules.push(Rule { algorithm: adamw, moments, weight });
         }
     }
-    for moments in [Moments::F32, Moments::Bf16, Moments::Block8] {
-        rules.push(Rule { algorithm: Algorithm::Lion, moments, weight: Weight::Bf16Split });
-    }
-    for algorithm in [
-        Algorithm::AdamW { amsgrad: true },
-        Algorithm::Sgd { momentum: true },
-        Algorithm::Sgd { momentum: false },
-    ] {
-        rules.push(Rule { algorithm, moments: Moments::F32, weight: Weight::Bf16Split });
+    for algorithm in Algorithm::ELEMENTWISE.into_iter().filter(|&algorithm| algorithm != adamw) {
+        for moments in [Moments::F32, Moments::Bf16, Moments::Block8] {
+            rules.push(Rule { algorithm, moments, weight: Weight::Bf16Split });
+        }
     }
     for rule in rules {
         let mut tensor = Tensor::new(rule);
-        let scalars = scalars(rule.algorithm);
+        let scalars = StepScalars::usual(rule.algorithm, 1e-5, 0.01, 10);
         let bytes = tensor.traffic_bytes();
         for threads in THREADS {
             let Rule { algorithm, moments, weight } = rule;

@@ -76,6 +76,17 @@ pub enum Algorithm {
     Apollo,
 }
 
+impl Algorithm {
+    /// Those that work element by element: all but APOLLO.
+    pub const ELEMENTWISE: [Self; 5] = [
+        Self::AdamW { amsgrad: false },
+        Self::AdamW { amsgrad: true },
+        Self::Lion,
+        Self::Sgd { momentum: false },
+        Self::Sgd { momentum: true },
+    ];
+}
+
 /// How the states of an algorithm are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Moments {

@@ -38,6 +38,7 @@ from memascend.autograd.proxies import (
 from memascend.errors import MemascendError
 from memascend.layout.registry import place_of
 from memascend.layout.units import raw_tensor_access
+from memascend.optimizers import CLASS_NAMES
 from memascend.streaming.streamer import NoBufferError
 from memascend.vocabulary.logits import deferred_linear
 from memascend.vocabulary.lookup import embedding
@@ -331,7 +332,7 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
         located = place_of(parameter)
         name = "a parameter" if located is None else located[1].name
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-        own = next((kind for kind in kinds if kind in ("Adam", "AdamW", "SGD", "Lion")), "AdamW")
+        own = next((kind for kind in kinds if kind in CLASS_NAMES), "AdamW")
         raise MemascendError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {name}, which is on SSD: use "
             f"memascend.{own}(model.parameters(), ...)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import transformers
 from torch import nn
 
 import memascend
+from memascend import optim, optimizers
 from memascend.common.tiles import parse_tile_tokens
 from memascend.errors import MemascendError
 from memascend.formats.hub import download
@@ -21,7 +23,7 @@ from memascend.formats.saving import parse_dtype
 from memascend.integrations.launches import check_processes
 from memascend.layout.experts import fused_experts
 from memascend.layout.registry import ranks_of
-from memascend.optim import SGD, AdamW, Apollo, Lion, OffloadedOptimizer, apollo_groups
+from memascend.optim import OffloadedOptimizer, apollo_groups
 from memascend.options import OPTION_NAMES, REPLACE, OffloadOptions
 from memascend.session.api import offload_of
 
@@ -40,22 +42,11 @@ _PLAIN_INIT: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_cache": (None, False),
 }
-_EIGHT_BIT = {"states": "8bit"}
 #: The values of `TrainingArguments.optim` that there is an optimizer for.
 OPTIMIZERS: dict[str, tuple[type[OffloadedOptimizer], dict[str, Any]]] = {
-    "adamw_torch": (AdamW, {}),
-    "adamw_torch_fused": (AdamW, {}),
-    "paged_adamw_32bit": (AdamW, {}),
-    "adamw_torch_8bit": (AdamW, _EIGHT_BIT),
-    "adamw_bnb_8bit": (AdamW, _EIGHT_BIT),
-    "adamw_8bit": (AdamW, _EIGHT_BIT),
-    "paged_adamw_8bit": (AdamW, _EIGHT_BIT),
-    "apollo_adamw": (Apollo, {}),
-    "lion_32bit": (Lion, {}),
-    "paged_lion_32bit": (Lion, {}),
-    "lion_8bit": (Lion, _EIGHT_BIT),
-    "paged_lion_8bit": (Lion, _EIGHT_BIT),
-    "sgd": (SGD, {}),
+    name: (getattr(optim, one.class_name), options)
+    for one in optimizers.OPTIMIZERS.values()
+    for name, options in one.trainer.items()
 }
 
 
@@ -240,11 +231,9 @@ def optimizer_of(args: Any) -> tuple[type[OffloadedOptimizer], dict[str, Any]]:
     if name not in OPTIMIZERS:
         raise ValueError(f"optim={name!r} cannot be streamed: choose one of {', '.join(OPTIMIZERS)}")
     optimizer_class, options = OPTIMIZERS[name]
-    options = {"lr": args.learning_rate, **options}
-    if optimizer_class in (AdamW, Apollo):
-        options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    elif optimizer_class is Lion:
-        options |= {"betas": (args.adam_beta1, args.adam_beta2)}
+    named = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    own = inspect.signature(optimizer_class).parameters
+    options = options | {option: value for option, value in named.items() if option in own}
     return optimizer_class, options | _optim_args(args.optim_args)
 
 
@@ -288,7 +277,7 @@ def _check_weights_of_run(args: Any, model: Any, resumed: nn.Module) -> None:
         ("gradients", args.gradients, session.options.gradients),
         ("fused_loss", fused_loss, session.options.fused_loss),
     ):
-        if given != recorded and not (session.membership and name == "fused_loss"):  # which ranks go without
+        if given != recorded and not (session.membership.divides and name == "fused_loss"):  # which ranks go without
             _log.warning("the run in the store goes on with its own %s=%r, not with %r", name, recorded, given)
 
 

@@ -32,15 +32,8 @@ pub fn adamw(weight: Weight) -> Rule {
 
 /// Every rule there is.
 pub fn every_rule() -> Vec<Rule> {
-    let algorithms = [
-        Algorithm::AdamW { amsgrad: false },
-        Algorithm::AdamW { amsgrad: true },
-        Algorithm::Lion,
-        Algorithm::Sgd { momentum: false },
-        Algorithm::Sgd { momentum: true },
-    ];
     let mut rules = Vec::new();
-    for algorithm in algorithms {
+    for algorithm in Algorithm::ELEMENTWISE {
         for moments in [Moments::F32, Moments::Bf16, Moments::Block8] {
             for weight in [Weight::Bf16Split, Weight::Bf16, Weight::F16Master, Weight::F32] {
                 rules.push(Rule { algorithm, moments, weight });

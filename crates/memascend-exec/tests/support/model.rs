@@ -248,13 +248,7 @@ impl Model {
 /// Constants that differ with `which`.
 pub fn scalars_of(algorithm: Algorithm, which: usize, step: u64) -> StepScalars {
     let (lr, decay) = (1e-2 * which as f64, 0.03 * which as f64);
-    let scalars = match algorithm {
-        Algorithm::AdamW { .. } => StepScalars::adamw(lr, (0.9, 0.95), 1e-8, decay, step),
-        Algorithm::Lion => StepScalars::lion(lr / 10.0, (0.9, 0.99), decay, step),
-        Algorithm::Sgd { .. } => StepScalars::sgd(lr, 0.9, 0.1, decay, false, step),
-        Algorithm::Apollo => StepScalars::apollo(lr, decay, step),
-    };
-    scalars.with_grad_scale(0.5).with_seed(which as u64)
+    StepScalars::usual(algorithm, lr, decay, step).with_grad_scale(0.5).with_seed(which as u64)
 }
 
 /// A model's unit on a store, ready to train.

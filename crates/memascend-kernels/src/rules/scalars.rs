@@ -1,6 +1,7 @@
 //! The constants of a step.
 
 use super::super::adamw::AdamwScalars;
+use super::Algorithm;
 
 /// The constants of one step of a parameter: computed in fp64 and rounded once to fp32, as PyTorch
 /// does.
@@ -95,6 +96,16 @@ impl StepScalars {
     /// [`step_channels`](super::step_channels), and the weight decays by itself afterwards.
     pub fn apollo(lr: f64, weight_decay: f64, step: u64) -> Self {
         Self::new(Constants::Apollo { negative_decay: (-lr * weight_decay) as f32 }, 0.0, step)
+    }
+
+    /// Step number `step` of an algorithm with usual constants, for tests and benchmarks.
+    pub fn usual(algorithm: Algorithm, lr: f64, weight_decay: f64, step: u64) -> Self {
+        match algorithm {
+            Algorithm::AdamW { .. } => Self::adamw(lr, (0.9, 0.95), 1e-8, weight_decay, step),
+            Algorithm::Lion => Self::lion(lr / 10.0, (0.9, 0.99), weight_decay, step),
+            Algorithm::Sgd { .. } => Self::sgd(lr, 0.9, 0.1, weight_decay, false, step),
+            Algorithm::Apollo => Self::apollo(lr, weight_decay, step),
+        }
     }
 
     fn new(constants: Constants, l2: f64, step: u64) -> Self {

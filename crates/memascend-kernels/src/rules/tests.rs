@@ -8,18 +8,11 @@ use proptest::prelude::*;
 const LR: f64 = 1e-3;
 const BETAS: (f64, f64) = (0.9, 0.99);
 
-const ALGORITHMS: [Algorithm; 5] = [
-    Algorithm::AdamW { amsgrad: false },
-    Algorithm::AdamW { amsgrad: true },
-    Algorithm::Lion,
-    Algorithm::Sgd { momentum: true },
-    Algorithm::Sgd { momentum: false },
-];
 const MOMENTS: [Moments; 3] = [Moments::F32, Moments::Bf16, Moments::Block8];
 const WEIGHTS: [Weight; 4] = [Weight::Bf16Split, Weight::Bf16, Weight::F16Master, Weight::F32];
 
 fn every_rule() -> impl Iterator<Item = Rule> {
-    ALGORITHMS.into_iter().flat_map(|algorithm| {
+    Algorithm::ELEMENTWISE.into_iter().flat_map(|algorithm| {
         MOMENTS.into_iter().flat_map(move |moments| {
             WEIGHTS.into_iter().map(move |weight| Rule { algorithm, moments, weight })
         })
@@ -326,7 +319,7 @@ fn plain_step(algorithm: Algorithm, w: &mut f64, s: &mut [f64; 3], g: f64, p: Pl
 fn every_algorithm_follows_the_textbook() {
     const ELEMENTS: usize = 500;
     const STEPS: u64 = 20;
-    for algorithm in ALGORITHMS {
+    for algorithm in Algorithm::ELEMENTWISE {
         for bits in 0..8 {
             let p = Plain {
                 l2: bits & 1 != 0,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.values import durability, positive, share
+from memascend.optimizers import OPTIMIZERS
 from memascend.options import GRADIENTS, OffloadOptions
 
 #: Values of --dtype.
@@ -46,7 +47,7 @@ def add_optimizer(parser: Any) -> None:
         "apollo (rank 256) and apollo-mini take adamw for embeddings, head and norms; sgd has a momentum of 0.9; all "
         "but adamw need other learning rates (default: %(default)s)"
     )
-    add("--optimizer", choices=("adamw", "apollo", "apollo-mini", "lion", "sgd"), default="adamw", help=text)
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help=text)
     text = "how the optimizer's states are stored; 8bit is float32 below 64 KiB of weights (default: %(default)s)"
     add("--states", choices=("float32", "bfloat16", "8bit"), default="float32", help=text)
     text = "no float32 master weights: bfloat16 weights are rounded stochastically instead"

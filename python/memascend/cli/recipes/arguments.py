@@ -9,6 +9,7 @@ from memascend.cli.adapters import KEPT, STEPS
 from memascend.cli.training import SCHEDULES
 from memascend.common.choices import meant
 from memascend.errors import DataError
+from memascend.optimizers import OPTIMIZERS
 from memascend.options import REPLACE
 
 if TYPE_CHECKING:
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
     from memascend.cli.recipes.tasks import Task
     from memascend.cli.settings import Settings
 
-_OPTIMIZERS = {
-    "adamw": "adamw_torch",
-    "lion": "lion_32bit",
-    "sgd": "sgd",
-    "apollo": "apollo_adamw",
-}
+#: The optimizers that a trainer has, too.
+_OPTIMIZERS = {name: one for name, one in OPTIMIZERS.items() if one.trainer}
 #: Arguments of a trainer that options of the command set.
 _SET_BY = {
     "learning_rate": "--lr",
@@ -112,6 +109,7 @@ def _optimizer(settings: Settings) -> tuple[str, str | None]:
         told.append(f"states={settings.states}")
     if not settings.master:
         told.append("master=False")
-    if settings.optimizer == "sgd":
-        told.append("momentum=0.9")
-    return _OPTIMIZERS[settings.optimizer], ",".join(told) or None
+    named = _OPTIMIZERS[settings.optimizer]
+    # The trainer divides the parameters of APOLLO by itself.
+    told += [f"{option}={value}" for option, value in named.options.items() if option != "rank"]
+    return next(iter(named.trainer)), ",".join(told) or None
