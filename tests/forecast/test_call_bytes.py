@@ -1,4 +1,4 @@
-"""The plan's constant for one call of a layer between the passes, beside what malloc counts."""
+"""The plan's constant for one call of a layer between the passes, beside allocations that are counted."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_a_call_of_a_layer_takes_about_the_bytes_of_the_plan(tmp_path: Path) -> 
     memascend.AdamW(model.parameters())
 
     def held(rows: int) -> int:
-        """Return what a graph of a pass with so many slices holds."""
+        """Return the bytes that the graph of a pass with so many slices holds."""
         ids = torch.ones(rows, TOKENS, dtype=torch.int64)
-        model(input_ids=ids)  # what the first pass of this size keeps for good
+        model(input_ids=ids)  # The first pass of this size keeps some for good.
         before = allocated()
         logits = model(input_ids=ids).logits
         nbytes = allocated() - before

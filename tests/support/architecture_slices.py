@@ -34,7 +34,7 @@ class Cut:
     said: str
 
 
-#: How many times the whole's distance from the values in float64 those of tiles may have: 2.4 for ViTMAE's.
+#: The most that tiles may be off the values in float64, as a multiple of the whole's distance: 2.4 for ViTMAE.
 NEAR = 8
 #: Micro-batches of one row, and tiles of three tokens.
 SLICES = Cut("micro_batch_size", 1, memascend.run_in_slices, "whole batch")
@@ -63,7 +63,7 @@ def outcome(pristine: nn.Module, inputs: dict[str, Any], room: Path, cut: Cut) -
     gradients = sum(1 for _ in pristine.parameters()) if cut is TILES else 0
     whole, in_parts = (_evaluated(pristine, inputs, cut, applied) for applied in (False, True))
     if (far := _apart(whole, in_parts, gradients)) and not _as_near(whole, in_parts, _exact(pristine, inputs, cut)):
-        return "wrong", f"they do not compute what the whole does: {far}"
+        return "wrong", f"they do not compute as the whole does: {far}"
     in_memory, model = cut.in_memory(copy.deepcopy(pristine), cut.size), copy.deepcopy(pristine)
     expected = architecture_runs.train(in_memory, inputs)
     try:
@@ -132,7 +132,7 @@ def _apart(whole: list[torch.Tensor], sliced: list[torch.Tensor], gradients: int
 
 
 def _exact(pristine: nn.Module, inputs: dict[str, Any], cut: Cut) -> list[torch.Tensor]:
-    """Return what a model computes in float64, not cut."""
+    """Return the outputs of a model in float64, not cut; for tiles its gradients too."""
     wide = pytree.tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, inputs)
     return _evaluated(copy.deepcopy(pristine).double(), wide, cut, applied=False)
 
@@ -140,8 +140,8 @@ def _exact(pristine: nn.Module, inputs: dict[str, Any], cut: Cut) -> list[torch.
 def _as_near(whole: list[torch.Tensor], in_parts: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
     """Return whether outputs are as near to those in float64 as the whole's are, to some times their distance.
 
-    So a gradient is judged that is smaller than the roundings of either: of ViTMAE's class token, which begins as
-    zeros, under a norm that makes the loss depend on nothing.
+    So a gradient is judged that is smaller than the roundings of either, as of ViTMAE's class token: it begins as
+    zeros, and a norm makes the loss depend on nothing.
     """
     if [tensor.shape for tensor in whole] != [tensor.shape for tensor in in_parts]:
         return False
