@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 from commands import words_of
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from memascend.cli import main
 from memascend.cli.jobs import reporting
@@ -40,6 +41,17 @@ def test_updates_in_the_backward_pass_have_the_same_bits(
         words = words_of(model_dir, tmp_path / "none", tmp_path / "store", update="backward")
         assert main.main([*words, *more]) == main.BAD_INPUT
         assert "--update backward applies gradients as they are made" in capfd.readouterr().err
+
+
+def test_notices_of_the_training_are_printed_once(
+    model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As that accumulated gradients move with each pass, which the first step shows."""
+    least = tiny_models.smallest_budget(LlamaForCausalLM.from_pretrained(model_dir, dtype="bfloat16"))
+    words = words_of(model_dir, tmp_path / "out", tmp_path / "store", host_memory=least, grad_accum=2)
+    assert main.main(words) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if "are accumulated before a step" in line]
+    assert len(told) == 1 and told[0].startswith("memascend: note: ") and "--micro-batch-size" in told[0]
 
 
 def test_samples_before_and_after_change_no_bit(

@@ -16,6 +16,7 @@ import architecture_runs
 import architecture_slices
 import faults
 import pytest
+import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
@@ -64,6 +65,7 @@ CORE_CUT = {
     "OPTForCausalLM": ("cut", "whole"),  # Its layers call the products of their MLPs themselves.
     "Qwen3MoeForCausalLM": ("cut", "cut"),
     "ResNetForImageClassification": ("partly", "none"),  # batch norm, and no tokens
+    "ViTMAEModel": ("cut", "cut"),  # Gradients that are smaller than their roundings.
     "WhisperForConditionalGeneration": ("cut", "whole"),
 }
 #: Tolerance of the loss in pieces beside whole logits, relative to it, and of its gradients, to the largest.
@@ -160,6 +162,12 @@ def check_cut(name: str, room: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(("name", "expected"), CORE_CUT.items())
 def test_layers_on_slices_and_parts_on_tiles(name: str, expected: tuple[str, str], room: Path) -> None:
     assert check_cut(name, room) == expected
+
+
+@pytest.mark.parametrize(("off", "near"), [(2e-8, True), (1e-6, False), (float("nan"), False)])
+def test_a_gradient_of_roundings_is_judged_by_float64(off: float, near: bool) -> None:
+    whole, exact = [torch.full((3,), 1e-8)], [torch.zeros(3, dtype=torch.float64)]
+    assert architecture_slices._as_near(whole, [torch.full((3,), off)], exact) is near
 
 
 @pytest.mark.soak

@@ -431,6 +431,17 @@ def test_a_batch_first_layer_of_pytorch(offloaded: Offload) -> None:
     assert not memascend.stats(model)["notices"]
 
 
+@pytest.mark.parametrize("case", ["accumulated", "a step each", "in memory"])
+def test_accumulation_is_said_once_where_each_pass_moves_bytes(offloaded: Offload, case: str) -> None:
+    model = build("llama")
+    budget = {} if case == "in memory" else {"host_memory": tiny_models.smallest_budget(model)}
+    model = offloaded(model, **budget)
+    train(model, "llama", accumulate=1 if case == "a step each" else 2)
+    said = [notice for notice in memascend.stats(model)["notices"] if "accumulate" in notice]
+    assert len(said) == (case == "accumulated")
+    assert all("micro_batch_size=K" in notice and "accumulate_in_layers=True" in notice for notice in said)
+
+
 def test_a_trial_leaves_nothing_behind(offloaded: Offload) -> None:
     """Neither random numbers that are drawn nor buffers that are written nor modes."""
 

@@ -79,6 +79,8 @@ class Training:
         self._resumed = False
         self._offloaded = None if settings.in_memory else model
         self._stats_before: dict[str, Any] = {}
+        #: Notices that were printed.
+        self._noted: set[str] = set()
         self._bar: Progress | None = None
         self._within: WithinStep | None = None
         result.steps_planned = self.steps
@@ -272,7 +274,7 @@ class Training:
         }
 
     def _notes(self, bar: Progress) -> None:
-        """Print one line on the run that begins, and the store's notices."""
+        """Print one line on the run that begins, and the notices so far."""
         stats = self._stats_before
         parts = [f"{self.result.parameters / 1e6:,.1f}M parameters in {self.settings.dtype}"]
         if stats:
@@ -286,8 +288,14 @@ class Training:
         if self._resumed:
             parts.append(f"going on after step {self.result.steps}")
         bar.note("; ".join(parts))
-        for notice in stats.get("notices", ()):
-            bar.note(f"memascend: note: {notice}")
+        self._note_notices(bar)
+
+    def _note_notices(self, bar: Progress) -> None:
+        """Print the store's notices, and the model's, that were not printed yet."""
+        for notice in stats_of(self._offloaded).get("notices", ()):
+            if notice not in self._noted:
+                self._noted.add(notice)
+                bar.note(f"memascend: note: {notice}")
 
     # ---- events of the loop --------------------------------------------------------------------------------
 
@@ -327,7 +335,9 @@ class Training:
 
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""
+        assert self._bar is not None, "the run has begun"
         self.result.steps = step
+        self._note_notices(self._bar)
         if self._within is not None:
             self._within.stepped()
 

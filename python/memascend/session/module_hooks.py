@@ -84,6 +84,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         #: The stream that gradients are captured on, on a device.
         self._stream: int | None = None
+        self._said_accumulating = False
 
     @staticmethod
     def save_by(saver_of: Callable[[nn.Module], Callable[..., None] | None]) -> None:
@@ -314,6 +315,7 @@ class Hooks:
             session.host_budget.fit(grad)
             if grad:
                 self._watch_gradients()
+                self._say_accumulating()
                 session.commit_log.begin()
             args, kwargs = session.site.moved((args, kwargs), remember if self._tables else None)
             # A cache that was not asked for would only hold activations in memory.
@@ -346,6 +348,19 @@ class Hooks:
                     session.gradients.unwatch(place)
                 if not place.gradient.hooks:
                     session.gradients.watch(place)
+
+    def _say_accumulating(self) -> None:
+        """Say once that a pass begins while gradients wait for a step, where slices of one batch would move less."""
+        plan = self.session.plan
+        moving = (unit for unit in self.session.units if unit.repeated and unit not in plan.resident_units)
+        if self._said_accumulating or not any(place.gradient.held for unit in moving for place in unit.places):
+            return
+        self._said_accumulating = True
+        self.session.note(
+            "gradients of several passes are accumulated before a step, and each pass moves weights and gradients to "
+            "and from the SSD. One call with all sequences and micro_batch_size=K moves them once a step: in a "
+            "Trainer's arguments accumulate_in_layers=True, in memascend finetune --batch-size and --micro-batch-size"
+        )
 
     def as_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls the model's parts, as one pass of the stream: as the model's forward is."""

@@ -153,13 +153,14 @@ class Session:
         self.slicing: Slicing | None = None
         if self.options.micro_batch_size is not None:
             self.slicing = Slicing(
-                self.options.micro_batch_size, say=self._note, on_cut=self.inputs.note_parts, device=device
+                self.options.micro_batch_size, say=self.note, on_cut=self.inputs.note_parts, device=device
             )
         self.tiling: Tiling | None = None
         if self.options.tile_tokens is not None:
-            self.tiling = Tiling(self.options.tile_tokens, say=self._note, device=device)
+            self.tiling = Tiling(self.options.tile_tokens, say=self.note, device=device)
 
-    def _note(self, notice: str) -> None:
+    def note(self, notice: str) -> None:
+        """Log a notice, and keep it for `stats`."""
         self.notices.append(notice)
         warn_of(notice)
 
