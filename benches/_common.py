@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import NoReturn
 
 GB = 1e9  # tables print GB = 10^9 bytes
+#: Cargo's level of optimisation in a release.
+RELEASE_OPT_LEVEL = "3"
 
 
 def rss() -> dict[str, int]:
@@ -63,7 +65,10 @@ def _mount(path: Path) -> tuple[str, str]:
 
 
 def machine(workdir: Path) -> dict:
-    """CPU, cores, RAM, disk under `workdir`, kernel and versions. Holds no path, so it can be committed."""
+    """CPU, cores, RAM, disk under `workdir`, kernel, versions and build. Holds no path, so it can be committed.
+
+    Warns where memascend is not a release build, whose figures alone count.
+    """
     cpu = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
@@ -81,7 +86,26 @@ def machine(workdir: Path) -> dict:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "python": platform.python_version(),
         "versions": versions("torch", "transformers", "safetensors", "memascend"),
+        "opt_level": opt_level(),
     }
+
+
+def opt_level() -> str | None:
+    """Return the level of optimisation that memascend's core was built with, if it is there; warn if not a release's.
+
+    Another process is asked: the one that measures may be about to fork, and does not need PyTorch for this.
+    """
+    question = "from memascend._memascend import OPT_LEVEL; print(OPT_LEVEL)"
+    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    level = asked.stdout.strip() if asked.returncode == 0 else None
+    if level not in (None, RELEASE_OPT_LEVEL):
+        print(
+            f"WARNING: memascend was built with opt-level {level}, not {RELEASE_OPT_LEVEL} as a release is: its kernels "
+            "are slower, so these figures do not count. Build with `make wheel`.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return level
 
 
 def instruction_sets() -> dict[str, str]:

@@ -31,6 +31,7 @@ from _common import GB, finish, fio, instruction_sets, machine, markdown, run
 
 from memascend._memascend import FILE_WINDOWS, ExternalFile, Packing, Runtime
 from memascend.formats.quantised.tensors import E2M1
+from memascend.layout.bits import BLOCK
 from memascend.layout.quantising import NF4, dynamic_code
 from memascend.memory_plan.arena import Arena
 
@@ -91,6 +92,10 @@ def forms(rows: int, width: int) -> dict[str, Form]:
         "nf4": Form(
             {"numbers": numbers(count // 2), **nested},
             lambda at: Packing.four_bits(64, NF4, at["scales"], (256, at["factors"], code, 0.01)),
+        ),
+        "base-bits 8": Form(
+            {"numbers": numbers(count), "scales": scales(-(-count // BLOCK[8]))},
+            lambda at: Packing.bytes(BLOCK[8], code, at["scales"]),
         ),
         "mxfp4": Form(
             {"numbers": numbers(count // 2), "scales": numbers(count // 32) % 20 + 110},

@@ -11,6 +11,7 @@ __all__ = [
     "FILE_WINDOWS",
     "FILE_WINDOW_BYTES",
     "GRADIENT_BLOCK",
+    "OPT_LEVEL",
     "PAGE_BYTES",
     "STAGING_RESERVE",
     "Applying",
@@ -64,6 +65,8 @@ FILE_WINDOWS: Final = 4
 FILE_WINDOW_BYTES: Final = 1048576
 #: Elements whose squares are summed together: chunks of a gradient are multiples of this.
 GRADIENT_BLOCK: Final = 65536
+#: Cargo's level of optimisation; "3" in a release.
+OPT_LEVEL: Final[str]
 #: Bytes that host buffers and transfers are multiples of.
 PAGE_BYTES: Final = 4096
 #: Staging chunks that gradients and activations kept in host memory leave free for transfers.

@@ -7,7 +7,7 @@ use crossbeam_channel::{Sender, unbounded};
 use memascend_mem::{HostAllocator, LeaseSlice, Origin, PAGE_BYTES, PageableAllocator};
 use memascend_store::ExternalFile;
 
-use crate::packing::Packing;
+use crate::packing::{Packing, Target};
 use crate::{ExecError, InFlight, Result};
 
 /// Threads that read external files, and so reads in flight: each has one window.
@@ -39,13 +39,14 @@ pub(crate) struct FileReader {
     origin: Origin,
 }
 
-/// The bytes that one thread reads at once: as many of a stored part as one window holds.
+/// What one thread reads at once: as much of a stored part as one window holds.
 struct FilePiece {
     file: Arc<ExternalFile>,
     position: u64,
+    /// The bytes that are read; those of all the part where it is packed.
     buffer: LeaseSlice,
     read: InFlight,
-    /// How the part is stored, and its first element that is read.
+    /// How the part is stored, and the number of the piece.
     packed: Option<(Arc<Packing>, usize)>,
 }
 
@@ -65,12 +66,20 @@ impl FileReader {
                 let window =
                     unsafe { std::slice::from_raw_parts_mut(window.address().as_ptr(), FILE_WINDOW_BYTES) };
                 for FilePiece { file, position, buffer, read, packed } in accepted {
-                    // SAFETY: no other code uses the range until the read has ended, and ranges do
-                    // not overlap.
-                    let target = unsafe { buffer.as_mut_slice() };
                     let result = match packed {
-                        None => file.read(position, target, window).map_err(ExecError::from),
-                        Some((packing, first)) => packing.read(&file, position, first, target, window),
+                        None => {
+                            // SAFETY: no other code uses the range until the read has ended, and ranges do
+                            // not overlap.
+                            let target = unsafe { buffer.as_mut_slice() };
+                            file.read(position, target, window).map_err(ExecError::from)
+                        }
+                        Some((packing, piece)) => {
+                            // SAFETY: no other code uses the part until the read has ended, and a piece's
+                            // elements are in no other.
+                            let mut target =
+                                unsafe { Target::new(buffer.address().as_ptr(), buffer.bytes()) };
+                            packing.read(&file, position, piece, &mut target, window)
+                        }
                     };
                     // Drop the buffer before signalling, so the waiter can reuse it.
                     drop(buffer);
@@ -87,19 +96,15 @@ impl FileReader {
     /// of each piece.
     pub(crate) fn read(&self, part: &FilePart, buffer: &LeaseSlice, begin: impl Fn() -> InFlight) {
         let pieces = self.pieces.as_ref().expect("open until dropped");
-        let mut done = 0;
         if let Some(packing) = &part.packing {
-            while done < part.bytes {
-                let bytes = (2 * packing.piece_elements()).min(part.bytes - done);
-                let packed = Some((Arc::clone(packing), done / 2));
+            for piece in 0..packing.pieces(part.bytes / 2) {
                 let (file, position) = (Arc::clone(&part.file), part.position);
-                let piece =
-                    FilePiece { file, position, buffer: buffer.narrow(done, bytes), read: begin(), packed };
-                let _ = pieces.send(piece);
-                done += bytes;
+                let (buffer, packed) = (buffer.narrow(0, part.bytes), Some((Arc::clone(packing), piece)));
+                let _ = pieces.send(FilePiece { file, position, buffer, read: begin(), packed });
             }
             return;
         }
+        let mut done = 0;
         while done < part.bytes {
             let position = part.position + done as u64;
             // Up to the end of the window that begins with the block of the first byte.

@@ -23,7 +23,8 @@ pub use files::{FILE_WINDOW_BYTES, FILE_WINDOWS, FilePart};
 pub use gradients::{GradientDtypes, GradientId, GradientRanges, GradientSource, Gradients};
 pub use in_flight::{InFlight, InFlightCounter, InFlightRead};
 pub use packing::{
-    First, Groups, Mxfp4, Nested, Numbers, Packing, ScaleFormat, Scales, Stored, WordOrder, Words, Zeros,
+    First, Groups, Mxfp4, Nested, Numbers, Packing, ScaleFormat, Scales, Shared, Stored, WordOrder, Words,
+    Zeros,
 };
 pub use staging::{STAGING_RESERVE, Staging};
 pub use stash::Stash;

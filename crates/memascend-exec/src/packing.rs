@@ -1,34 +1,34 @@
 //! Quantised weights in files outside the store, which are dequantised as they are read.
 //!
-//! A thread reads packed numbers to the end of their place in the unit and dequantises from the beginning.
-//! The 16-bit results never reach packed numbers that are not taken yet, so no other buffer is needed. Scales
-//! are read for each piece: a whole model's are hundreds of megabytes.
+//! A thread reads the packed numbers of a piece, and the scales and zeros that belong to them, into its window, and
+//! dequantises them from there to their place in the unit. So no other memory is needed, and each element is written
+//! once. Scales are read for each piece: a whole model's are hundreds of megabytes.
 
+mod places;
 mod scales;
 mod transposed;
 mod words;
 mod zeros;
 
 pub use memascend_kernels::First;
-use memascend_kernels::{dequantise_bytes, dequantise_e4m3, dequantise_four_bits, dequantise_int8};
+use memascend_kernels::{Blocks, dequantise_bytes, dequantise_e4m3, dequantise_four_bits, dequantise_int8};
 use memascend_kernels::{dequantise_two_bits, dequantise_whole};
 use memascend_store::ExternalFile;
 
+pub(crate) use places::Target;
+use places::{Need, Window};
 pub use scales::{Nested, ScaleFormat, Scales, Stored};
 pub use transposed::Mxfp4;
-pub use words::{Groups, WordOrder, Words};
+pub use words::{Groups, Shared, WordOrder, Words};
 pub use zeros::Zeros;
 
 use crate::Result;
+use zeros::ReadZeros;
 
-/// Bytes of numbers that are taken out of a buffer before it is written over.
-const TAKEN_BYTES: usize = 4096;
-/// Elements of four bits in a piece; blocks divide it.
-const PIECE_ELEMENTS: usize = 1 << 18;
-/// Elements of a byte in a piece; blocks divide it.
-const BYTES_PIECE_ELEMENTS: usize = 1 << 19;
-/// Elements of a byte by rows in a piece, but for the end of the last row.
-const ROW_PIECE_ELEMENTS: usize = 1 << 19;
+/// Elements of a piece at most, in whole blocks or rows. Its packed numbers should stay in the second cache.
+const PIECE_ELEMENTS: usize = 1 << 19;
+/// Blocks that a kernel takes at once: their scales and zeros are on the stack.
+const BLOCKS: usize = 512;
 
 /// The meaning of the bytes of rows.
 #[derive(Debug, Clone)]
@@ -50,11 +50,11 @@ pub enum Numbers {
 }
 
 impl Numbers {
-    /// Numbers in a byte.
-    fn per_byte(&self) -> usize {
+    /// Bits of a number.
+    fn bits(&self) -> usize {
         match self {
-            Self::E4m3 | Self::Int8 { .. } => 1,
-            Self::Whole { bits, .. } => 8 / bits,
+            Self::E4m3 | Self::Int8 { .. } => 8,
+            Self::Whole { bits, .. } => *bits,
         }
     }
 }
@@ -100,23 +100,63 @@ pub enum Packing {
 }
 
 impl Packing {
-    /// Elements of a piece that is read at once.
-    pub(crate) fn piece_elements(&self) -> usize {
+    /// Pieces that `elements` are read in.
+    pub(crate) fn pieces(&self, elements: usize) -> usize {
         match self {
-            Self::Rows { width, .. } => (ROW_PIECE_ELEMENTS / width).max(1) * width,
-            Self::FourBits { .. } => PIECE_ELEMENTS,
-            Self::Bytes { .. } => BYTES_PIECE_ELEMENTS,
-            Self::Mxfp4(matrices) => matrices.elements(),
-            Self::Words(matrix) => matrix.elements(),
+            Self::Mxfp4(matrices) => matrices.pieces(elements),
+            Self::Words(matrix) => matrix.pieces(),
+            _ => elements.div_ceil(self.piece_elements()),
+        }
+    }
+
+    /// Elements of a piece, where it is of elements that follow each other.
+    fn piece_elements(&self) -> usize {
+        let least = match self {
+            Self::Rows { width, .. } => *width,
+            _ => 4096,
+        };
+        let most = (PIECE_ELEMENTS / least).max(1);
+        // Halved until a window has room.
+        let fitting = std::iter::successors(Some(most), |count| (*count > 1).then_some(count / 2));
+        least * fitting.into_iter().find(|count| self.need(count * least).fits()).unwrap_or(1)
+    }
+
+    /// What reading so many elements that follow each other takes of a window.
+    fn need(&self, elements: usize) -> Need {
+        let need = Need::default().and(self.stored_bytes(elements));
+        match self {
+            Self::Rows { numbers, width, block: (rows, columns), scales } => {
+                let grid_width = width.div_ceil(*columns);
+                // The first of several rows may be the last one of a block.
+                let grid_rows = (elements / width - 1).div_ceil(*rows) + 1;
+                let need = scales.need(grid_rows * grid_width, need);
+                match numbers {
+                    Numbers::Whole { bits, zeros } => zeros.need(*bits, grid_rows, grid_width, need),
+                    _ => need,
+                }
+            }
+            Self::FourBits { block, scales, .. } | Self::Bytes { block, scales, .. } => {
+                scales.need(elements.div_ceil(*block), need)
+            }
+            Self::Mxfp4(_) | Self::Words(_) => need,
+        }
+    }
+
+    /// Whether a window has room for a piece.
+    pub fn fits_window(&self) -> bool {
+        match self {
+            Self::Mxfp4(matrices) => matrices.fits_window(),
+            Self::Words(matrix) => matrix.fits_window(),
+            _ => self.need(self.piece_elements()).fits(),
         }
     }
 
     /// Bytes that `elements` take in the file, without their scales.
-    pub(crate) fn stored_bytes(&self, elements: usize) -> usize {
+    fn stored_bytes(&self, elements: usize) -> usize {
         match self {
-            Self::Rows { numbers, .. } => elements / numbers.per_byte(),
+            Self::Rows { numbers, .. } => elements * numbers.bits() / 8,
             Self::Bytes { .. } => elements,
-            Self::FourBits { .. } | Self::Mxfp4(_) => elements.div_ceil(2),
+            Self::FourBits { .. } | Self::Mxfp4(_) => elements / 2,
             Self::Words(matrix) => matrix.stored_bytes(elements),
         }
     }
@@ -129,8 +169,8 @@ impl Packing {
         }
     }
 
-    /// Reads the elements of a piece from number `first` on into `target`, bf16, through `window`. `position`
-    /// is where the weights begin in `file`.
+    /// Reads the elements of a piece into their places in `target`, which is all of the part's, through `window`.
+    /// `position` is where the weights begin in `file`.
     ///
     /// # Errors
     /// If a read fails, or a file has changed.
@@ -138,107 +178,129 @@ impl Packing {
         &self,
         file: &ExternalFile,
         position: u64,
-        first: usize,
-        target: &mut [u8],
+        piece: usize,
+        target: &mut Target,
         window: &mut [u8],
     ) -> Result<()> {
         match self {
-            Self::Mxfp4(matrices) => {
-                return matrices.read(file, position, first / matrices.elements(), target, window);
+            Self::Mxfp4(matrices) => matrices.read(file, position, piece, target, window),
+            Self::Words(matrix) => matrix.read(file, position, piece, target, window),
+            _ => {
+                let first = piece * self.piece_elements();
+                let elements = self.piece_elements().min(target.elements() - first);
+                self.read_elements(file, position, first, target.slice(first, elements), window)
             }
-            Self::Words(matrix) => return matrix.read(file, position, target, window),
-            _ => {}
         }
-        let elements = target.len() / 2;
-        let stored = self.stored_bytes(elements);
-        // To the end of the target: numbers that are not taken yet lie behind those that are written.
-        let begin = target.len() - stored;
-        file.read(position + self.stored_bytes(first) as u64, &mut target[begin..], window)?;
-        let mut piece = Piece { target, begin, taken: [0; TAKEN_BYTES], made: [0; 2 * TAKEN_BYTES] };
+    }
+
+    /// Reads elements that follow each other, from number `first` on.
+    fn read_elements(
+        &self,
+        file: &ExternalFile,
+        position: u64,
+        first: usize,
+        target: &mut [u16],
+        window: &mut [u8],
+    ) -> Result<()> {
+        let mut window = Window::new(window);
+        let begin = position + self.stored_bytes(first) as u64;
+        let packed = window.read(file, begin, self.stored_bytes(target.len()))?;
+        let run = Run { first, target, packed, window };
         match self {
-            Self::Rows { numbers, width, block: (rows, columns), scales } => {
-                let grid_width = width.div_ceil(*columns);
-                let top = first / width / rows;
-                let count = ((first + elements).div_ceil(*width)).div_ceil(*rows) - top;
-                let scales = scales.read(top * grid_width, count * grid_width, window)?;
-                let zeros = match numbers {
-                    Numbers::Whole { bits, zeros } => zeros.read(*bits, top, count, grid_width, window)?,
-                    _ => Vec::new(),
-                };
-                for at in 0..elements / width {
-                    for column in (0..*width).step_by(*columns) {
-                        let end = (column + columns).min(*width);
-                        let block = ((first / width + at) / rows - top) * grid_width + column / columns;
-                        let scale = scales[block];
-                        let (begin, end) = (at * width + column, at * width + end);
-                        piece.unpack(begin, end, numbers.per_byte(), |dst, bytes| match numbers {
-                            Numbers::E4m3 => dequantise_e4m3(dst, bytes, scale),
-                            Numbers::Int8 { step } => dequantise_int8(dst, bytes, scale, *step),
-                            Numbers::Whole { bits, zeros: of } => {
-                                dequantise_numbers(dst, bytes, *bits, of.flipped(), zeros[block], scale);
-                            }
-                        });
-                    }
-                }
-            }
+            Self::Rows { numbers, width, block, scales } => run.read_rows(numbers, *width, *block, scales),
             Self::FourBits { block, first: order, code, scales } => {
-                let scales = scales.read(first / block, elements.div_ceil(*block), window)?;
-                for (number, scale) in scales.iter().enumerate() {
-                    let end = ((number + 1) * block).min(elements);
-                    piece.unpack(number * block, end, 2, |dst, packed| {
-                        dequantise_four_bits(dst, packed, *order, code, *scale);
-                    });
-                }
+                run.read_blocks(*block, 2, scales, |dst, packed, blocks| {
+                    dequantise_four_bits(dst, packed, *order, code, blocks, None);
+                })
             }
             Self::Bytes { block, code, scales } => {
-                let scales = scales.read(first / block, elements.div_ceil(*block), window)?;
-                for (number, scale) in scales.iter().enumerate() {
-                    let end = ((number + 1) * block).min(elements);
-                    piece.unpack(number * block, end, 1, |dst, codes| {
-                        dequantise_bytes(dst, codes, code, *scale);
-                    });
-                }
+                run.read_blocks(*block, 1, scales, |dst, codes, blocks| {
+                    dequantise_bytes(dst, codes, code, blocks);
+                })
             }
-            Self::Mxfp4(_) | Self::Words(_) => unreachable!("read above"),
+            Self::Mxfp4(_) | Self::Words(_) => unreachable!("they have strips"),
+        }
+    }
+}
+
+/// Elements that follow each other, whose numbers are read.
+struct Run<'a> {
+    /// The number of the first one.
+    first: usize,
+    target: &'a mut [u16],
+    packed: &'a [u8],
+    window: Window<'a>,
+}
+
+impl Run<'_> {
+    /// Dequantises them with `kernel`, `per_byte` to a byte, in blocks of `block`.
+    fn read_blocks(
+        mut self,
+        block: usize,
+        per_byte: usize,
+        scales: &Scales,
+        kernel: impl Fn(&mut [u16], &[u8], Blocks<'_>),
+    ) -> Result<()> {
+        let stored = scales.read(self.first / block, self.target.len().div_ceil(block), &mut self.window)?;
+        let mut scales = [0.0; BLOCKS];
+        let parts = self.target.chunks_mut(BLOCKS * block).zip(self.packed.chunks(BLOCKS * block / per_byte));
+        for (number, (dst, packed)) in parts.enumerate() {
+            let scales = &mut scales[..dst.len().div_ceil(block)];
+            stored.fill(number * BLOCKS, scales);
+            kernel(dst, packed, Blocks { elements: block, scales });
+        }
+        Ok(())
+    }
+
+    /// Dequantises them, whole rows of `width`, in blocks of some rows and columns.
+    fn read_rows(
+        mut self,
+        numbers: &Numbers,
+        width: usize,
+        (rows, columns): (usize, usize),
+        scales: &Scales,
+    ) -> Result<()> {
+        let (columns, per_byte) = (columns.min(width), 8 / numbers.bits());
+        let (top, count, grid_width) =
+            (self.first / width, self.target.len() / width, width.div_ceil(columns));
+        let grid_top = top / rows;
+        let grid_rows = (top + count).div_ceil(rows) - grid_top;
+        let window = &mut self.window;
+        let stored = scales.read(grid_top * grid_width, grid_rows * grid_width, window)?;
+        let stored_zeros = match numbers {
+            Numbers::Whole { bits, zeros } => zeros.read(*bits, grid_top, grid_rows, grid_width, window)?,
+            _ => ReadZeros::All(0.0),
+        };
+        let (mut scales, mut zeros) = ([0.0; BLOCKS], [0.0; BLOCKS]);
+        let of_rows = self.target.chunks_exact_mut(width).zip(self.packed.chunks_exact(width / per_byte));
+        for (row, (dst, packed)) in of_rows.enumerate() {
+            let grid_row = (top + row) / rows;
+            let parts = dst.chunks_mut(BLOCKS * columns).zip(packed.chunks(BLOCKS * columns / per_byte));
+            for (number, (dst, packed)) in parts.enumerate() {
+                let count = dst.len().div_ceil(columns);
+                let (scales, zeros) = (&mut scales[..count], &mut zeros[..count]);
+                stored.fill((grid_row - grid_top) * grid_width + number * BLOCKS, scales);
+                stored_zeros.fill(grid_row, number * BLOCKS, zeros);
+                dequantise_numbers(dst, packed, numbers, Blocks { elements: columns, scales }, zeros);
+            }
         }
         Ok(())
     }
 }
 
-/// Whole numbers of `bits`, less `zero`, times `scale`, to bf16. `flipped` is of numbers of a byte.
-fn dequantise_numbers(dst: &mut [u16], bytes: &[u8], bits: usize, flipped: u8, zero: f32, scale: f32) {
-    match bits {
-        2 => dequantise_two_bits(dst, bytes, &std::array::from_fn(|number| number as f32 - zero), scale),
-        4 => {
-            let code = std::array::from_fn(|number| number as f32 - zero);
-            dequantise_four_bits(dst, bytes, First::Low, &code, scale);
-        }
-        _ => dequantise_whole(dst, bytes, flipped, zero, scale),
-    }
-}
+/// The numbers of four bits.
+const FOUR_BITS: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
 
-/// A piece whose numbers lie in its own place, from `begin` on.
-struct Piece<'a> {
-    target: &'a mut [u8],
-    begin: usize,
-    /// Numbers that are taken out of the target, and their values in bf16.
-    taken: [u8; TAKEN_BYTES],
-    made: [u16; 2 * TAKEN_BYTES],
-}
-
-impl Piece<'_> {
-    /// Writes the elements `first .. end` of the target, bf16, with `kernel`, `per_byte` elements to a byte.
-    fn unpack(&mut self, first: usize, end: usize, per_byte: usize, kernel: impl Fn(&mut [u16], &[u8])) {
-        let step = (TAKEN_BYTES * per_byte).min(self.made.len());
-        for at in (first..end).step_by(step) {
-            let elements = (end - at).min(step);
-            let bytes = elements / per_byte;
-            let (taken, made) = (&mut self.taken[..bytes], &mut self.made[..elements]);
-            taken.copy_from_slice(&self.target[self.begin + at / per_byte..][..bytes]);
-            kernel(made, taken);
-            let written = self.target[2 * at..][..2 * elements].chunks_exact_mut(2);
-            written.zip(made).for_each(|(pair, bits)| pair.copy_from_slice(&bits.to_ne_bytes()));
+/// Numbers times the scales of their blocks, whole ones less the zeros before, to bf16.
+fn dequantise_numbers(dst: &mut [u16], packed: &[u8], numbers: &Numbers, blocks: Blocks<'_>, zeros: &[f32]) {
+    match numbers {
+        Numbers::E4m3 => dequantise_e4m3(dst, packed, blocks),
+        Numbers::Int8 { step } => dequantise_int8(dst, packed, blocks, *step),
+        Numbers::Whole { bits: 2, .. } => dequantise_two_bits(dst, packed, blocks, zeros),
+        Numbers::Whole { bits: 4, .. } => {
+            dequantise_four_bits(dst, packed, First::Low, &FOUR_BITS, blocks, Some(zeros));
         }
+        Numbers::Whole { zeros: of, .. } => dequantise_whole(dst, packed, of.flipped(), blocks, zeros),
     }
 }
 
@@ -252,6 +314,7 @@ mod tests {
     use memascend_mem::{HostAllocator, PageableAllocator};
 
     use super::*;
+    use crate::FILE_WINDOW_BYTES;
 
     /// A file of `bytes`, and a window to read it through.
     pub(super) fn opened(bytes: &[u8], direct: bool) -> (tempfile::NamedTempFile, Arc<ExternalFile>) {
@@ -263,6 +326,16 @@ mod tests {
         (file, Arc::new(external))
     }
 
+    /// Calls `read` with a window, and returns the `elements` that it has filled.
+    fn filled(elements: usize, read: impl FnOnce(&mut [u16], &mut [u8])) -> Vec<u16> {
+        let block = PageableAllocator::default().allocate(FILE_WINDOW_BYTES).unwrap();
+        // SAFETY: the block is this function's own, and lives as long as the slice.
+        let window = unsafe { std::slice::from_raw_parts_mut(block.address().as_ptr(), FILE_WINDOW_BYTES) };
+        let mut target = vec![0xEEEE; elements];
+        read(&mut target, window);
+        target
+    }
+
     /// Reads `elements` from number `first` on.
     pub(super) fn read(
         packing: &Packing,
@@ -271,12 +344,27 @@ mod tests {
         first: usize,
         elements: usize,
     ) -> Vec<u16> {
-        let block = PageableAllocator::default().allocate(1 << 20).unwrap();
-        // SAFETY: the block is this function's own, and lives as long as the slice.
-        let window = unsafe { std::slice::from_raw_parts_mut(block.address().as_ptr(), 1 << 20) };
-        let mut target = vec![0xEE; 2 * elements];
-        packing.read(file, position, first, &mut target, window).unwrap();
-        target.chunks_exact(2).map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect()
+        assert!(packing.fits_window());
+        filled(elements, |target, window| {
+            packing.read_elements(file, position, first, target, window).unwrap()
+        })
+    }
+
+    /// Reads all `elements`, piece by piece, the last one first.
+    pub(super) fn read_pieces(
+        packing: &Packing,
+        file: &ExternalFile,
+        position: u64,
+        elements: usize,
+    ) -> Vec<u16> {
+        assert!(packing.fits_window());
+        filled(elements, |target, window| {
+            // SAFETY: the slice is valid, and is not used by other code.
+            let mut target = unsafe { Target::new(target.as_mut_ptr().cast(), 2 * elements) };
+            for piece in (0..packing.pieces(elements)).rev() {
+                packing.read(file, position, piece, &mut target, window).unwrap();
+            }
+        })
     }
 
     #[test]

@@ -14,8 +14,9 @@
 //!   gradient, with its sum of squares and its overflow check, in one pass; [`round_gradient`] and
 //!   [`round_gradient_sum`] do so with an fp32 gradient that is kept in bf16;
 //! - [`dequantise_e4m3`], [`dequantise_int8`], [`dequantise_bytes`], [`dequantise_four_bits`],
-//!   [`dequantise_two_bits`], [`dequantise_whole`], [`dequantise_half`], [`dequantise_halves`],
-//!   [`dequantise_mxfp4_tile`]: quantised weights to bf16;
+//!   [`dequantise_two_bits`], [`dequantise_whole`], [`dequantise_fp16`]: quantised weights to bf16;
+//!   [`unpack_awq`] and [`unpack_gptq`] find the numbers in words, [`transpose`] is for matrices that
+//!   are stored so;
 //! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or
 //!   with unscaling;
 //! - [`check_overflow`]: the same over a list of tensors; [`step_host`]: a step of a tensor in host
@@ -36,6 +37,7 @@ mod rules;
 mod split;
 mod step_host;
 mod threads;
+mod transpose;
 
 pub use apollo::{
     ChannelSquares, FactorOptions, Numbers, Projected, Projection, Projector, Purpose, Scratch,
@@ -43,11 +45,11 @@ pub use apollo::{
 };
 pub use bf16::{round_bf16, widen_bf16, widen_bf16_slice, widen_bf16_slice_with};
 pub use dequantise::{
-    E2M1, First, MXFP4_BLOCK, MXFP4_ROWS, dequantise_bytes, dequantise_bytes_with, dequantise_e4m3,
-    dequantise_e4m3_with, dequantise_four_bits, dequantise_four_bits_with, dequantise_half,
-    dequantise_half_with, dequantise_halves, dequantise_halves_with, dequantise_int8, dequantise_int8_with,
-    dequantise_mxfp4_tile, dequantise_mxfp4_tile_with, dequantise_two_bits, dequantise_two_bits_with,
-    dequantise_whole, dequantise_whole_with, power_of_two, widen_e4m3,
+    Blocks, E2M1, First, dequantise_bytes, dequantise_bytes_with, dequantise_e4m3, dequantise_e4m3_with,
+    dequantise_four_bits, dequantise_four_bits_with, dequantise_fp16, dequantise_fp16_with, dequantise_int8,
+    dequantise_int8_with, dequantise_two_bits, dequantise_two_bits_with, dequantise_whole,
+    dequantise_whole_with, power_of_two, unpack_awq, unpack_awq_with, unpack_gptq, unpack_gptq_with,
+    widen_e4m3,
 };
 pub use dispatch::Isa;
 pub use dtype::Dtype;
@@ -70,6 +72,7 @@ pub use rules::{
 };
 pub use split::{join, join_bits, join_slice, join_slice_with, split, split_slice, split_slice_with};
 pub use step_host::{HostTensor, step_host, step_host_channels};
+pub use transpose::{transpose, transpose_with};
 
 #[cfg(test)]
 mod testing;

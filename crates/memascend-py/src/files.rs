@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use memascend_exec::{
-    FILE_WINDOW_BYTES, First, Groups, Mxfp4, Nested, Numbers, ScaleFormat, Scales, Stored, WordOrder, Words,
-    Zeros,
+    FILE_WINDOW_BYTES, First, Groups, Mxfp4, Nested, Numbers, ScaleFormat, Scales, Shared, Stored, WordOrder,
+    Words, Zeros,
 };
 use memascend_guarded::guarded;
 use memascend_mem::{LeaseSlice, LockExt, Origin, WaitExt};
@@ -100,6 +100,16 @@ fn scale_format(name: &str, divisor: f32) -> PyResult<ScaleFormat> {
 #[pyclass(frozen, module = "memascend._memascend")]
 pub(crate) struct Packing(pub(crate) Arc<memascend_exec::Packing>);
 
+impl Packing {
+    fn new(packing: memascend_exec::Packing) -> PyResult<Self> {
+        if packing.fits_window() {
+            Ok(Self(Arc::new(packing)))
+        } else {
+            Err(PyValueError::new_err(format!("a row does not fit into {FILE_WINDOW_BYTES} bytes")))
+        }
+    }
+}
+
 #[guarded]
 #[pymethods]
 impl Packing {
@@ -138,7 +148,7 @@ impl Packing {
             )));
         }
         let scales = self::scales(&scales, scale_format(format, 1.0)?);
-        Ok(Self(Arc::new(memascend_exec::Packing::Rows { numbers, width, block, scales })))
+        Self::new(memascend_exec::Packing::Rows { numbers, width, block, scales })
     }
 
     /// Numbers of four bits that name one of `code`, with a scale for each `block` of elements, which divides 4,096.
@@ -169,18 +179,18 @@ impl Packing {
         };
         let scales = self::scales(&scales, format);
         let first = if low_first { First::Low } else { First::High };
-        Ok(Self(Arc::new(memascend_exec::Packing::FourBits { block, first, code, scales })))
+        Self::new(memascend_exec::Packing::FourBits { block, first, code, scales })
     }
 
     /// MXFP4 of matrices that are stored as the transposes of the model's, `rows` rows of `width` elements each, with
     /// a byte at `scales` for each 32, which is a power of two.
     #[staticmethod]
     fn mxfp4(rows: usize, width: usize, scales: Place<'_>) -> PyResult<Self> {
-        if rows == 0 || width == 0 || !width.is_multiple_of(32) || width > FILE_WINDOW_BYTES / 2 {
+        if rows == 0 || width == 0 || !width.is_multiple_of(32) {
             return Err(PyValueError::new_err(format!("matrices of {rows} rows of {width}")));
         }
         let scales = stored(&scales);
-        Ok(Self(Arc::new(memascend_exec::Packing::Mxfp4(Mxfp4 { rows, width, scales }))))
+        Self::new(memascend_exec::Packing::Mxfp4(Mxfp4 { rows, width, scales }))
     }
 
     /// A matrix of AWQ (`added` is None, 4 `bits`) or GPTQ that is stored as the transpose of the model's, `rows` rows
@@ -203,18 +213,19 @@ impl Packing {
         let known = if is_awq { bits == 4 && index.is_none() } else { matches!(bits, 2 | 4 | 8) };
         let whole = |elements: usize| known && elements > 0 && elements.is_multiple_of(32 / bits);
         let fits = whole(width) && if is_awq { rows > 0 } else { whole(rows) };
-        let bytes = if is_awq { width / 2 } else { 4 * width };
-        if !fits || group == 0 || !rows.is_multiple_of(group) || bytes > FILE_WINDOW_BYTES / 2 {
+        if !fits || group == 0 || !rows.is_multiple_of(group) {
             return Err(PyValueError::new_err(format!("{rows} rows of {width} in groups of {group}")));
         }
         let order = added.map_or(WordOrder::Awq, |added| WordOrder::Gptq { added });
         let groups = match index {
             None => Groups::Rows(group),
-            Some(place) => Groups::Index { stored: stored(&place), count: rows / group },
+            Some(place) => {
+                Groups::Index { stored: stored(&place), count: rows / group, read: Shared::default() }
+            }
         };
         let (zeros, scales) = (stored(&zeros), stored(&scales));
         let matrix = Words { order, bits, rows, width, groups, zeros, scales };
-        Ok(Self(Arc::new(memascend_exec::Packing::Words(matrix))))
+        Self::new(memascend_exec::Packing::Words(matrix))
     }
 
     /// Bytes that a thread needs beside its window for a part, where they are not few.
@@ -233,7 +244,7 @@ impl Packing {
         let code: Box<[f32; 256]> =
             code.try_into().map_err(|_| PyValueError::new_err("a byte has 256 meanings"))?;
         let scales = self::scales(&scales, ScaleFormat::F32);
-        Ok(Self(Arc::new(memascend_exec::Packing::Bytes { block, code, scales })))
+        Self::new(memascend_exec::Packing::Bytes { block, code, scales })
     }
 }
 

@@ -40,6 +40,9 @@ mod _memascend {
     const FILE_WINDOWS: usize = memascend_exec::FILE_WINDOWS;
     #[pymodule_export]
     const FILE_WINDOW_BYTES: usize = memascend_exec::FILE_WINDOW_BYTES;
+    /// Cargo's level of optimisation; "3" in a release.
+    #[pymodule_export]
+    const OPT_LEVEL: &str = env!("MEMASCEND_OPT_LEVEL");
 
     #[pymodule_export]
     use crate::apollo::{ChannelFactors, FactorOptions, ProjectedGradient, Projection, StackedMoments};

@@ -126,6 +126,44 @@ impl ExternalFile {
         self.check()
     }
 
+    /// Reads `bytes` bytes at `offset` into the blocks of `window`, as a direct read takes them, and returns them there.
+    /// The window begins with a block in memory.
+    ///
+    /// # Errors
+    /// If a read fails, or the file has changed.
+    ///
+    /// # Panics
+    /// If the window is smaller than the blocks that have the bytes ([`blocks_of`](Self::blocks_of)).
+    pub fn read_in_place<'a>(&self, offset: u64, bytes: usize, window: &'a mut [u8]) -> Result<&'a [u8]> {
+        let window = &mut window[..Self::blocks_of(offset, bytes)];
+        if offset.checked_add(bytes as u64).is_none_or(|end| end > self.bytes) {
+            return Err(self.changed());
+        }
+        let shift = (offset % BLOCK_BYTES as u64) as usize;
+        let mut done = 0;
+        while bytes > 0 && done < shift + bytes {
+            let position = offset - shift as u64 + done as u64;
+            let read = self.read_at(position, &mut window[done..])?;
+            let read = self.compare(position, &window[done..done + read])?;
+            let end = done + read;
+            // A direct read goes on where a block begins.
+            let next = if self.direct && end < shift + bytes { end / BLOCK_BYTES * BLOCK_BYTES } else { end };
+            if next <= done {
+                return Err(self.changed());
+            }
+            done = next;
+        }
+        self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        // Checked last, so that a change during the read is noticed too.
+        self.check()?;
+        Ok(&window[shift..shift + bytes])
+    }
+
+    /// The bytes of the blocks that have `bytes` bytes at `offset`.
+    pub fn blocks_of(offset: u64, bytes: usize) -> usize {
+        ((offset % BLOCK_BYTES as u64) as usize + bytes).next_multiple_of(BLOCK_BYTES)
+    }
+
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize> {
         loop {
             // SAFETY: the range is writable memory of the buffer's length.
@@ -207,6 +245,7 @@ mod tests {
     use super::*;
 
     #[repr(align(4096))]
+    #[derive(Clone)]
     struct Window([u8; 2 * BLOCK_BYTES]);
 
     fn stamp(path: &Path) -> (u64, i128) {
@@ -220,6 +259,16 @@ mod tests {
         let file = tempfile::NamedTempFile::new_in(here.parent().unwrap()).unwrap();
         std::fs::write(file.path(), contents).unwrap();
         file
+    }
+
+    /// Reads into a window that is as large as it has to be.
+    fn in_place(external: &ExternalFile, offset: u64, bytes: usize) -> Result<Vec<u8>> {
+        let blocks = ExternalFile::blocks_of(offset, bytes).div_ceil(2 * BLOCK_BYTES);
+        let mut windows = vec![Window([0; 2 * BLOCK_BYTES]); blocks];
+        // SAFETY: windows are bytes, one after the other.
+        let window =
+            unsafe { std::slice::from_raw_parts_mut(windows.as_mut_ptr().cast(), 2 * BLOCK_BYTES * blocks) };
+        Ok(external.read_in_place(offset, bytes, window)?.to_vec())
     }
 
     #[test]
@@ -244,7 +293,9 @@ mod tests {
                 let mut target = vec![0xAB; end - start];
                 external.read(start as u64, &mut target, &mut window.0).unwrap();
                 assert_eq!(target, contents[start..end], "{start}..{end}");
-                total += end - start;
+                let read = in_place(&external, start as u64, end - start).unwrap();
+                assert_eq!(read, contents[start..end], "{start}..{end} in place");
+                total += 2 * (end - start);
             }
             assert_eq!(external.read_bytes(), total as u64);
         }
@@ -261,8 +312,11 @@ mod tests {
             external.read(2 * BLOCK_BYTES as u64, &mut target, &mut window.0).unwrap();
             // Beyond the end.
             for beyond in [bytes - 5, bytes, i64::MAX as u64, u64::MAX - 3, u64::MAX] {
+                let in_place = in_place(&external, beyond, target.len()).unwrap_err();
                 let beyond = external.read(beyond, &mut target, &mut window.0).unwrap_err();
-                assert!(matches!(beyond, StoreError::Changed { .. }), "{beyond}");
+                for error in [beyond, in_place] {
+                    assert!(matches!(error, StoreError::Changed { .. }), "{error}");
+                }
             }
         }
         let external = ExternalFile::open(file.path(), bytes, modified_ns, true).unwrap();
@@ -270,6 +324,7 @@ mod tests {
         file.as_file()
             .set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(2))
             .unwrap();
+        assert!(matches!(in_place(&external, 0, 10), Err(StoreError::Changed { .. })));
         let written = external.read(0, &mut target, &mut window.0).unwrap_err();
         assert!(written.to_string().contains(file.path().to_str().unwrap()), "{written}");
         let reopened = ExternalFile::open(file.path(), bytes, modified_ns, true).unwrap_err();
@@ -293,11 +348,17 @@ mod tests {
                 let mut target = vec![0xAB; end - start];
                 external.read(start as u64, &mut target, &mut window.0).unwrap();
                 assert_eq!(target, contents[start..end], "{start}..{end}");
+                assert_eq!(in_place(&external, start as u64, end - start).unwrap(), target);
             }
             for (start, end) in [(100, 4 * BLOCK_BYTES), (3 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES)] {
                 let found = external.read(start as u64, &mut vec![0; end - start], &mut window.0);
-                let offset = 2 * BLOCK_BYTES as u64;
-                assert!(matches!(found, Err(StoreError::DamagedBeside { offset: at, .. }) if at == offset));
+                let in_place = in_place(&external, start as u64, end - start).map(|_| ());
+                for found in [found, in_place] {
+                    let offset = 2 * BLOCK_BYTES as u64;
+                    assert!(
+                        matches!(found, Err(StoreError::DamagedBeside { offset: at, .. }) if at == offset)
+                    );
+                }
             }
         }
     }

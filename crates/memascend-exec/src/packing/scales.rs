@@ -5,6 +5,7 @@ use std::sync::Arc;
 use memascend_kernels::{power_of_two, widen_bf16, widen_e4m3};
 use memascend_store::ExternalFile;
 
+use super::places::{Need, Window};
 use crate::Result;
 
 /// Where numbers lie in a file.
@@ -17,24 +18,9 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// Fills `values` with the bytes from `first` on, through `window`.
-    pub(super) fn read_into(&self, first: usize, values: &mut [u8], window: &mut [u8]) -> Result<()> {
-        Ok(self.file.read(self.position + first as u64, values, window)?)
-    }
-
-    pub(super) fn read(&self, first: usize, bytes: usize, window: &mut [u8]) -> Result<Vec<u8>> {
-        let mut values = vec![0; bytes];
-        self.read_into(first, &mut values, window)?;
-        Ok(values)
-    }
-
-    /// Reads `count` fp32 numbers from number `first` on, through `window`.
-    fn floats(&self, first: usize, count: usize, window: &mut [u8]) -> Result<Vec<f32>> {
-        let bytes = self.read(4 * first, 4 * count, window)?;
-        Ok(bytes
-            .chunks_exact(4)
-            .map(|word| f32::from_le_bytes(word.try_into().expect("four bytes")))
-            .collect())
+    /// Reads `bytes` bytes from byte `first` on into `window`.
+    pub(super) fn read<'a>(&self, first: usize, bytes: usize, window: &mut Window<'a>) -> Result<&'a [u8]> {
+        window.read(&self.file, self.position + first as u64, bytes)
     }
 }
 
@@ -69,6 +55,17 @@ pub enum ScaleFormat {
     Nested(Box<Nested>),
 }
 
+impl ScaleFormat {
+    /// Bytes of a scale.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+            Self::Exponents | Self::E4m3 { .. } | Self::Nested(_) => 1,
+        }
+    }
+}
+
 /// The scales of a weight.
 #[derive(Debug, Clone)]
 pub struct Scales {
@@ -79,32 +76,77 @@ pub struct Scales {
 }
 
 impl Scales {
-    /// Reads `count` scales from number `first` on, through `window`.
-    pub(super) fn read(&self, first: usize, count: usize, window: &mut [u8]) -> Result<Vec<f32>> {
-        let stored = &self.stored;
-        let nested = match &self.format {
-            ScaleFormat::F32 => return stored.floats(first, count, window),
+    /// What reading `count` scales takes, beside other reads.
+    pub(super) fn need(&self, count: usize, beside: Need) -> Need {
+        let need = beside.and(count * self.format.bytes());
+        match &self.format {
+            ScaleFormat::Nested(nested) => need.and(4 * (count.div_ceil(nested.block) + 1)),
+            _ => need,
+        }
+    }
+
+    /// Reads `count` scales from number `first` on into `window`.
+    pub(super) fn read<'a, 'w: 'a>(
+        &'a self,
+        first: usize,
+        count: usize,
+        window: &mut Window<'w>,
+    ) -> Result<ReadScales<'a>> {
+        let size = self.format.bytes();
+        let stored = self.stored.read(size * first, size * count, window)?;
+        let factors = match &self.format {
+            ScaleFormat::Nested(nested) => {
+                let top = first / nested.block;
+                let count = (first + count).div_ceil(nested.block) - top;
+                nested.factors.read(4 * top, 4 * count, window)?
+            }
+            _ => &[],
+        };
+        Ok(ReadScales { format: &self.format, stored, first, factors })
+    }
+}
+
+/// Some scales in a window.
+pub(super) struct ReadScales<'a> {
+    format: &'a ScaleFormat,
+    stored: &'a [u8],
+    /// The number of the first one.
+    first: usize,
+    /// The factors of nested ones, from that of the first one on.
+    factors: &'a [u8],
+}
+
+impl ReadScales<'_> {
+    /// Fills `values` with the scales from the one on that is number `at` of these.
+    pub(super) fn fill(&self, at: usize, values: &mut [f32]) {
+        match self.format {
+            ScaleFormat::F32 => {
+                let words = &self.stored.as_chunks().0[at..];
+                values.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_le_bytes(*word));
+            }
             ScaleFormat::Bf16 => {
-                let bytes = stored.read(2 * first, 2 * count, window)?;
-                let widened = |pair: &[u8]| widen_bf16(u16::from_le_bytes([pair[0], pair[1]]));
-                return Ok(bytes.chunks_exact(2).map(widened).collect());
+                let pairs = &self.stored.as_chunks().0[at..];
+                values
+                    .iter_mut()
+                    .zip(pairs)
+                    .for_each(|(value, pair)| *value = widen_bf16(u16::from_le_bytes(*pair)));
             }
-            ScaleFormat::Exponents => {
-                let bytes = stored.read(first, count, window)?;
-                return Ok(bytes.into_iter().map(power_of_two).collect());
+            ScaleFormat::Exponents => self.each(at, values, |_, byte| power_of_two(byte)),
+            ScaleFormat::E4m3 { divisor } => self.each(at, values, |_, byte| widen_e4m3(byte) / divisor),
+            ScaleFormat::Nested(nested) => {
+                let factors = self.factors.as_chunks().0;
+                let top = self.first / nested.block;
+                self.each(at, values, |number, byte| {
+                    let factor = f32::from_le_bytes(factors[(self.first + number) / nested.block - top]);
+                    nested.code[usize::from(byte)] * factor + nested.offset
+                });
             }
-            ScaleFormat::E4m3 { divisor } => {
-                let bytes = stored.read(first, count, window)?;
-                return Ok(bytes.into_iter().map(|code| widen_e4m3(code) / divisor).collect());
-            }
-            ScaleFormat::Nested(nested) => nested,
-        };
-        let bytes = stored.read(first, count, window)?;
-        let top = first / nested.block;
-        let factors = nested.factors.floats(top, (first + count).div_ceil(nested.block) - top, window)?;
-        let scale = |(number, byte): (usize, &u8)| {
-            nested.code[usize::from(*byte)] * factors[(first + number) / nested.block - top] + nested.offset
-        };
-        Ok(bytes.iter().enumerate().map(scale).collect())
+        }
+    }
+
+    /// Fills `values` with what `value` makes of the number and the byte of each.
+    fn each(&self, at: usize, values: &mut [f32], value: impl Fn(usize, u8) -> f32) {
+        let bytes = self.stored[at..].iter().enumerate();
+        values.iter_mut().zip(bytes).for_each(|(made, (number, &byte))| *made = value(at + number, byte));
     }
 }

@@ -1,14 +1,63 @@
-//! MXFP4 as gpt-oss is published: experts' matrices are stored as the transposes of the model's.
+//! Matrices that are stored as the transposes of the model's, and MXFP4 as gpt-oss is published, where experts' are.
 //!
-//! A thread reads a matrix in strips of rows into one half of its window, through the other half, and writes
-//! the columns of each strip to the matrix's place in the unit.
+//! A piece is a strip of rows, as many as a window has room for. Its tiles are dequantised by rows and transposed in
+//! the first cache, and then written to the columns of the matrix's place in the unit.
 
-use memascend_kernels::{MXFP4_BLOCK, MXFP4_ROWS, dequantise_mxfp4_tile};
-use memascend_mem::PAGE_BYTES;
+use std::ops::Range;
+
+use memascend_kernels::{Blocks, E2M1, First, dequantise_four_bits, power_of_two, transpose};
 use memascend_store::ExternalFile;
 
 use super::Stored;
+use super::places::{Need, Target, Window};
 use crate::Result;
+
+/// Rows, and columns, of a tile at most.
+pub(super) const TILE: usize = 64;
+
+/// The values of a tile by rows, and by columns.
+pub(super) struct Tile {
+    pub(super) values: [u16; TILE * TILE],
+    transposed: [u16; TILE * TILE],
+}
+
+impl Tile {
+    pub(super) fn new() -> Self {
+        Self { values: [0; TILE * TILE], transposed: [0; TILE * TILE] }
+    }
+
+    /// Writes the values, which are of `rows` and `columns` of a matrix of `height` rows, to the columns of the matrix,
+    /// whose elements begin with number `first` of `target`.
+    pub(super) fn write(
+        &mut self,
+        target: &mut Target,
+        first: usize,
+        height: usize,
+        rows: Range<usize>,
+        columns: Range<usize>,
+    ) {
+        let elements = rows.len() * columns.len();
+        let transposed = &mut self.transposed[..elements];
+        transpose(transposed, &self.values[..elements], columns.len());
+        for (column, values) in columns.zip(transposed.chunks_exact(rows.len())) {
+            target.slice(first + column * height + rows.start, rows.len()).copy_from_slice(values);
+        }
+    }
+}
+
+/// The parts of a range that a tile has room for.
+pub(super) fn tiles(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(TILE).map(move |at| at..(at + TILE).min(end))
+}
+
+/// The most rows, of `rows`, that `fits` says there is room for: whole tiles if it can be, else whole groups of `least`.
+pub(super) fn strip_rows(rows: usize, least: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let largest = |step: usize| {
+        (1..=rows.div_ceil(step)).map(|count| count * step).take_while(|&rows| fits(rows)).last()
+    };
+    largest(TILE).or_else(|| largest(least)).unwrap_or(least)
+}
 
 /// The matrix of each expert as it is stored: `rows` rows of `width` numbers.
 #[derive(Debug, Clone)]
@@ -21,18 +70,39 @@ pub struct Mxfp4 {
     pub scales: Stored,
 }
 
-impl Mxfp4 {
-    /// Elements of a matrix.
-    pub(super) fn elements(&self) -> usize {
-        self.rows * self.width
-    }
+/// Elements of MXFP4 that share a power of two, and those of a tile's row.
+const BLOCK: usize = 32;
+const TILE_BLOCKS: usize = TILE / BLOCK;
 
+impl Mxfp4 {
     /// Bytes of a row's numbers, and of its powers of two.
     fn row_bytes(&self) -> (usize, usize) {
-        (self.width / 2, self.width / MXFP4_BLOCK)
+        (self.width / 2, self.width / BLOCK)
     }
 
-    /// Reads matrix `number` into `target`, bf16, transposed. `position` is where the matrices begin in `file`.
+    /// Whether a window has room for so many rows.
+    fn fits(&self, rows: usize) -> bool {
+        let (numbers, powers) = self.row_bytes();
+        Need::default().and(rows * numbers).and(rows * powers).fits()
+    }
+
+    /// Whether a window has room for a row.
+    pub fn fits_window(&self) -> bool {
+        self.fits(1)
+    }
+
+    /// Rows of a strip, and strips of a matrix.
+    fn strips(&self) -> (usize, usize) {
+        let rows = strip_rows(self.rows, 1, |rows| self.fits(rows));
+        (rows, self.rows.div_ceil(rows))
+    }
+
+    /// Pieces of `elements`, in whole matrices.
+    pub(super) fn pieces(&self, elements: usize) -> usize {
+        elements / (self.rows * self.width) * self.strips().1
+    }
+
+    /// Reads a piece into its columns of `target`. `position` is where the matrices begin in `file`.
     ///
     /// # Errors
     /// If a read fails, or a file has changed.
@@ -40,52 +110,40 @@ impl Mxfp4 {
         &self,
         file: &ExternalFile,
         position: u64,
-        number: usize,
-        target: &mut [u8],
+        piece: usize,
+        target: &mut Target,
         window: &mut [u8],
     ) -> Result<()> {
-        let half = window.len() / 2 / PAGE_BYTES * PAGE_BYTES;
-        let (window, strip) = window.split_at_mut(half);
+        let (per_strip, strips) = self.strips();
         let (numbers, powers) = self.row_bytes();
-        let per_strip = (strip.len() / (numbers + powers)).max(1);
-        // Whole tiles, where there is room for one.
-        let per_strip = if per_strip > MXFP4_ROWS { per_strip / MXFP4_ROWS * MXFP4_ROWS } else { per_strip };
-        for top in (0..self.rows).step_by(per_strip) {
-            let count = per_strip.min(self.rows - top);
-            let (packed, rest) = strip.split_at_mut(count * numbers);
-            let exponents = &mut rest[..count * powers];
-            let row = number * self.rows + top;
-            file.read(position + (row * numbers) as u64, packed, window)?;
-            self.scales.read_into(row * powers, exponents, window)?;
-            self.write_strip(packed, exponents, top, target);
-        }
-        Ok(())
-    }
-
-    /// Writes the columns of the rows from `top` on to `target`.
-    fn write_strip(&self, packed: &[u8], exponents: &[u8], top: usize, target: &mut [u8]) {
-        let (numbers, powers) = self.row_bytes();
-        let bytes = MXFP4_BLOCK / 2;
-        let (mut blocks, mut of_rows) = ([0; MXFP4_ROWS * MXFP4_BLOCK / 2], [0; MXFP4_ROWS]);
-        let mut made = [0; MXFP4_ROWS * MXFP4_BLOCK];
-        let tiles = packed.chunks(MXFP4_ROWS * numbers).zip(exponents.chunks(MXFP4_ROWS * powers));
-        for (tile, (packed, exponents)) in tiles.enumerate() {
-            let rows = packed.len() / numbers;
-            let first = top + tile * MXFP4_ROWS;
-            for block in 0..powers {
-                for (row, copy) in blocks.chunks_exact_mut(bytes).take(rows).enumerate() {
-                    copy.copy_from_slice(&packed[row * numbers + block * bytes..][..bytes]);
-                    of_rows[row] = exponents[row * powers + block];
+        let (matrix, top) = (piece / strips, piece % strips * per_strip);
+        let strip = top..(top + per_strip).min(self.rows);
+        let row = matrix * self.rows + top;
+        let mut window = Window::new(window);
+        let packed = window.read(file, position + (row * numbers) as u64, strip.len() * numbers)?;
+        let exponents = self.scales.read(row * powers, strip.len() * powers, &mut window)?;
+        let (mut tile, mut bytes, mut scales) =
+            (Tile::new(), [0; TILE * TILE / 2], [0f32; TILE * TILE_BLOCKS]);
+        let first = matrix * self.rows * self.width;
+        for columns in tiles(0..self.width) {
+            let (of_row, blocks) = (columns.len() / 2, columns.len() / BLOCK);
+            for rows in tiles(strip.clone()) {
+                for (at, row) in rows.clone().enumerate() {
+                    let row = row - top;
+                    bytes[at * of_row..][..of_row]
+                        .copy_from_slice(&packed[row * numbers + columns.start / 2..][..of_row]);
+                    let exponents = &exponents[row * powers + columns.start / BLOCK..][..blocks];
+                    let scales = &mut scales[at * blocks..][..blocks];
+                    scales.iter_mut().zip(exponents).for_each(|(scale, &e)| *scale = power_of_two(e));
                 }
-                let made = &mut made[..rows * MXFP4_BLOCK];
-                dequantise_mxfp4_tile(made, &blocks[..rows * bytes], &of_rows[..rows]);
-                for (column, values) in made.chunks_exact(rows).enumerate() {
-                    let at = 2 * ((block * MXFP4_BLOCK + column) * self.rows + first);
-                    let written = target[at..][..2 * rows].chunks_exact_mut(2);
-                    written.zip(values).for_each(|(pair, bits)| pair.copy_from_slice(&bits.to_ne_bytes()));
-                }
+                let (count, blocks) = (rows.len(), rows.len() * blocks);
+                let values = &mut tile.values[..count * columns.len()];
+                let blocks = Blocks { elements: BLOCK, scales: &scales[..blocks] };
+                dequantise_four_bits(values, &bytes[..count * of_row], First::Low, &E2M1, blocks, None);
+                tile.write(target, first, self.rows, rows, columns.clone());
             }
         }
+        Ok(())
     }
 }
 
@@ -94,7 +152,7 @@ mod tests {
     use memascend_kernels::{E2M1, power_of_two, round_bf16};
 
     use super::super::Packing;
-    use super::super::tests::{opened, read};
+    use super::super::tests::{opened, read_pieces};
     use super::*;
 
     #[test]
@@ -108,19 +166,16 @@ mod tests {
             let (_file, file) = opened(&bytes, true);
             let scales = Stored { file: std::sync::Arc::clone(&file), position: 3 };
             let packing = Packing::Mxfp4(Mxfp4 { rows, width, scales });
-            let elements = packing.piece_elements();
-            assert_eq!((elements, packing.stored_bytes(elements)), (rows * width, rows * width / 2));
-            for expert in 0..experts {
-                let first = expert * elements;
-                let made = read(&packing, &file, 3 + exponents.len() as u64, first, elements);
-                let wanted = (0..elements).map(|at| {
-                    let (column, row) = (at / rows, at % rows);
-                    let at = first + row * width + column;
-                    let code = packed[at / 2] >> (at % 2 * 4) & 0xF;
-                    round_bf16(E2M1[usize::from(code)] * power_of_two(exponents[at / 32]))
-                });
-                assert!(made.iter().copied().eq(wanted), "expert {expert} of {rows} x {width}");
-            }
+            let elements = experts * rows * width;
+            let made = read_pieces(&packing, &file, 3 + exponents.len() as u64, elements);
+            let wanted = (0..elements).map(|at| {
+                let first = at / (rows * width) * (rows * width);
+                let (column, row) = ((at - first) / rows, (at - first) % rows);
+                let at = first + row * width + column;
+                let code = packed[at / 2] >> (at % 2 * 4) & 0xF;
+                round_bf16(E2M1[usize::from(code)] * power_of_two(exponents[at / 32]))
+            });
+            assert!(made.into_iter().eq(wanted), "{experts} of {rows} x {width}");
         }
     }
 }

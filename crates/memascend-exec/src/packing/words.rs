@@ -2,16 +2,16 @@
 //! read in strips, as MXFP4 is.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, Weak};
 
-use memascend_kernels::{dequantise_half, dequantise_halves};
-use memascend_mem::PAGE_BYTES;
+use memascend_kernels::{dequantise_fp16, unpack_awq, unpack_gptq};
+use memascend_mem::LockExt;
 use memascend_store::ExternalFile;
 
 use super::Stored;
-use crate::Result;
-
-/// Elements of a column that are dequantised at once.
-const RUN: usize = 256;
+use super::places::{Need, Target, Window};
+use super::transposed::{TILE, Tile, strip_rows, tiles};
+use crate::{FILE_WINDOW_BYTES, Result};
 
 /// Which numbers share a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,9 +25,6 @@ pub enum WordOrder {
     },
 }
 
-/// Where columns 0 .. 7 lie in a word of AWQ's.
-const AWQ_ORDER: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
-
 /// Which rows share scales and zeros.
 #[derive(Debug, Clone)]
 pub enum Groups {
@@ -39,7 +36,21 @@ pub enum Groups {
         stored: Stored,
         /// How many groups there are.
         count: usize,
+        /// The zeros and scales of all of them, while a thread reads the matrix.
+        read: Shared,
     },
+}
+
+/// What the threads that read a matrix use together. It goes with the last of them.
+#[derive(Debug, Clone, Default)]
+pub struct Shared(Arc<Mutex<Weak<Indexed>>>);
+
+/// The group of each row, and the zeros and scales of all groups, by rows.
+#[derive(Debug)]
+struct Indexed {
+    groups: Vec<u32>,
+    zeros: Vec<u8>,
+    scales: Vec<u16>,
 }
 
 /// A matrix as it is stored: `rows` rows of `width` numbers.
@@ -61,18 +72,24 @@ pub struct Words {
     pub scales: Stored,
 }
 
-/// The zeros and scales of some groups, by rows.
-struct Beside {
-    zeros: Vec<u8>,
-    scales: Vec<u8>,
+/// The groups of a strip's rows, with the zeros and scales of each column.
+enum Beside<'a> {
+    /// Of `rows` rows each, from number `first` on, as they are stored.
+    Rows { rows: usize, first: usize, zeros: &'a [u8], scales: &'a [u8] },
+    /// In any order.
+    Indexed(Arc<Indexed>),
+}
+
+impl Beside<'_> {
+    fn group(&self, row: usize) -> usize {
+        match self {
+            Self::Rows { rows, .. } => row / rows,
+            Self::Indexed(indexed) => indexed.groups[row] as usize,
+        }
+    }
 }
 
 impl Words {
-    /// Elements of the matrix.
-    pub(super) fn elements(&self) -> usize {
-        self.rows * self.width
-    }
-
     /// Bytes of `elements` of it.
     pub(super) fn stored_bytes(&self, elements: usize) -> usize {
         elements * self.bits / 8
@@ -82,7 +99,7 @@ impl Words {
     pub(super) fn scratch_bytes(&self) -> usize {
         match &self.groups {
             Groups::Rows(_) => 0,
-            Groups::Index { count, .. } => count * (self.zero_bytes() + 2 * self.width) + 4 * self.rows,
+            Groups::Index { count, .. } => 3 * count * self.width + 4 * self.rows,
         }
     }
 
@@ -91,20 +108,52 @@ impl Words {
         self.width * self.bits / 8
     }
 
-    /// Numbers in a word.
-    fn per_word(&self) -> usize {
-        32 / self.bits
-    }
-
     /// Rows that the rows of words stand for, and bytes of each row of words.
     fn word_rows(&self) -> (usize, usize) {
         match self.order {
             WordOrder::Awq => (1, self.width / 2),
-            WordOrder::Gptq { .. } => (self.per_word(), 4 * self.width),
+            WordOrder::Gptq { .. } => (32 / self.bits, 4 * self.width),
         }
     }
 
-    /// Reads the matrix, which begins at `position` in `file`, into `target`, bf16, transposed.
+    /// Whether a window has room for so many rows and what belongs to them.
+    fn fits(&self, rows: usize) -> bool {
+        let need = Need::default().and(self.stored_bytes(rows * self.width));
+        match &self.groups {
+            // Strips begin with multiples of `rows`.
+            Groups::Rows(group) => {
+                let apart = rows.is_multiple_of(*group) || group.is_multiple_of(rows);
+                let groups = rows.div_ceil(*group) + usize::from(!apart);
+                need.and(groups * self.zero_bytes()).and(groups * 2 * self.width).fits()
+            }
+            Groups::Index { .. } => {
+                need.fits() && Need::default().and(4 * self.rows).fits() && self.groups_at_once() > 0
+            }
+        }
+    }
+
+    /// Groups whose scales a window has room for.
+    fn groups_at_once(&self) -> usize {
+        let most = FILE_WINDOW_BYTES / (2 * self.width);
+        (0..=most).rev().find(|groups| Need::default().and(groups * 2 * self.width).fits()).unwrap_or(0)
+    }
+
+    /// Whether a window has room for a row of words.
+    pub fn fits_window(&self) -> bool {
+        self.fits(self.word_rows().0)
+    }
+
+    /// Rows of a strip.
+    fn strip_rows(&self) -> usize {
+        strip_rows(self.rows, self.word_rows().0, |rows| self.fits(rows))
+    }
+
+    /// Pieces of the matrix.
+    pub(super) fn pieces(&self) -> usize {
+        self.rows.div_ceil(self.strip_rows())
+    }
+
+    /// Reads a piece of the matrix, which begins at `position` in `file`, into its columns of `target`.
     ///
     /// # Errors
     /// If a read fails, or a file has changed.
@@ -112,160 +161,144 @@ impl Words {
         &self,
         file: &ExternalFile,
         position: u64,
-        target: &mut [u8],
+        piece: usize,
+        target: &mut Target,
         window: &mut [u8],
     ) -> Result<()> {
-        let half = window.len() / 2 / PAGE_BYTES * PAGE_BYTES;
-        let (window, strip) = window.split_at_mut(half);
-        let (of_row, bytes) = self.word_rows();
-        let word_rows = self.rows / of_row;
-        let per_strip = (strip.len() / bytes).max(1);
+        let per_strip = self.strip_rows();
+        let strip = piece * per_strip..((piece + 1) * per_strip).min(self.rows);
+        let (of_word, stride) = self.word_rows();
         let indexed = match &self.groups {
+            Groups::Index { stored, count, read } => Some(self.indexed(stored, *count, read, window)?),
             Groups::Rows(_) => None,
-            Groups::Index { stored, count } => {
-                Some((self.index(stored, window)?, self.beside(0..*count, window)?))
-            }
         };
-        for top in (0..word_rows).step_by(per_strip) {
-            let count = per_strip.min(word_rows - top);
-            let packed = &mut strip[..count * bytes];
-            file.read(position + (top * bytes) as u64, packed, window)?;
-            let rows = top * of_row..(top + count) * of_row;
-            match (&self.groups, &indexed) {
-                (Groups::Rows(group), _) => self.write_groups(packed, rows, *group, target, window)?,
-                (Groups::Index { .. }, Some((index, beside))) => {
-                    for run in runs(rows.clone()) {
-                        self.write_run(packed, rows.start, run.clone(), &index[run], beside, target);
+        let mut window = Window::new(window);
+        let top = (strip.start / of_word * stride) as u64;
+        let words = window.read(file, position + top, strip.len() / of_word * stride)?;
+        let beside = match (&self.groups, indexed) {
+            (Groups::Rows(rows), _) => self.beside(*rows, strip.clone(), &mut window)?,
+            (_, Some(indexed)) => Beside::Indexed(indexed),
+            (Groups::Index { .. }, None) => unreachable!("read above"),
+        };
+        let (mut tile, mut numbers) = (Tile::new(), [0; TILE * TILE]);
+        for columns in tiles(0..self.width) {
+            for rows in tiles(strip.clone()) {
+                let numbers = &mut numbers[..rows.len() * columns.len()];
+                let words = &words[(rows.start - strip.start) / of_word * stride..];
+                self.unpack(numbers, columns.clone(), words, stride);
+                self.dequantise(&mut tile, rows.clone(), columns.clone(), numbers, &beside);
+                tile.write(target, 0, self.rows, rows, columns.clone());
+            }
+        }
+        Ok(())
+    }
+
+    /// Unpacks the numbers of `columns` of rows of words.
+    fn unpack(&self, numbers: &mut [u8], columns: Range<usize>, words: &[u8], stride: usize) {
+        match self.order {
+            WordOrder::Awq => unpack_awq(numbers, columns.len(), &words[columns.start / 2..], stride),
+            WordOrder::Gptq { .. } => {
+                unpack_gptq(numbers, columns.len(), self.bits, &words[4 * columns.start..], stride);
+            }
+        }
+    }
+
+    /// Dequantises the numbers of a tile, by rows of the same group.
+    fn dequantise(
+        &self,
+        tile: &mut Tile,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        numbers: &[u8],
+        beside: &Beside<'_>,
+    ) {
+        let (mut zeros, mut scales) = ([0; TILE], [0; TILE]);
+        let width = columns.len();
+        let mut at = rows.start;
+        while at < rows.end {
+            let group = beside.group(at);
+            let end = (at + 1..rows.end).find(|&row| beside.group(row) != group).unwrap_or(rows.end);
+            let (begin, elements) = ((at - rows.start) * width, (end - at) * width);
+            let values = &mut tile.values[begin..][..elements];
+            let (zeros, scales) = match beside {
+                Beside::Rows { first, zeros: words, scales: stored, .. } => {
+                    let number = group - first;
+                    let words = &words[number * self.zero_bytes()..][..self.zero_bytes()];
+                    self.unpack_zeros(&mut zeros[..width], columns.start, words);
+                    let stored = &stored[2 * (number * self.width + columns.start)..].as_chunks().0[..width];
+                    scales
+                        .iter_mut()
+                        .zip(stored)
+                        .for_each(|(scale, pair)| *scale = u16::from_le_bytes(*pair));
+                    (&zeros[..width], &scales[..width])
+                }
+                Beside::Indexed(indexed) => {
+                    let first = group * self.width + columns.start;
+                    (&indexed.zeros[first..][..width], &indexed.scales[first..][..width])
+                }
+            };
+            dequantise_fp16(values, &numbers[begin..][..elements], zeros, scales);
+            at = end;
+        }
+    }
+
+    /// Unpacks the zeros of a group's columns from `first` on, where a word begins. `words` are the group's.
+    fn unpack_zeros(&self, zeros: &mut [u8], first: usize, words: &[u8]) {
+        let words = &words[first * self.bits / 8..];
+        match self.order {
+            WordOrder::Awq => unpack_awq(zeros, zeros.len(), words, 0),
+            WordOrder::Gptq { added } => {
+                for (zeros, word) in zeros.chunks_mut(32 / self.bits).zip(words.as_chunks().0) {
+                    let word = u32::from_le_bytes(*word).wrapping_add(added);
+                    for (place, zero) in zeros.iter_mut().enumerate() {
+                        *zero = (word >> (self.bits * place)) as u8 & (0xFF >> (8 - self.bits)) as u8;
                     }
                 }
-                (Groups::Index { .. }, None) => unreachable!("read above"),
             }
         }
-        Ok(())
     }
 
-    /// Writes the numbers of `rows`, with which `packed` begins, whose groups are each `group` rows that follow.
-    fn write_groups(
+    /// Reads the zeros and scales of the groups, of `group` rows each, that have rows of `strip`.
+    fn beside<'a>(&self, group: usize, strip: Range<usize>, window: &mut Window<'a>) -> Result<Beside<'a>> {
+        let (first, count) = (strip.start / group, strip.end.div_ceil(group) - strip.start / group);
+        let zeros = self.zeros.read(first * self.zero_bytes(), count * self.zero_bytes(), window)?;
+        let scales = self.scales.read(first * 2 * self.width, count * 2 * self.width, window)?;
+        Ok(Beside::Rows { rows: group, first, zeros, scales })
+    }
+
+    /// The zeros and scales of all groups: those that another thread has, or else this one reads them through `window`.
+    fn indexed(
         &self,
-        packed: &[u8],
-        rows: Range<usize>,
-        group: usize,
-        target: &mut [u8],
+        index: &Stored,
+        count: usize,
+        read: &Shared,
         window: &mut [u8],
-    ) -> Result<()> {
-        for number in rows.start / group..rows.end.div_ceil(group) {
-            let beside = self.beside(number..number + 1, window)?;
-            let of_group = (number * group).max(rows.start)..((number + 1) * group).min(rows.end);
-            for run in runs(of_group) {
-                self.write_run(packed, rows.start, run, &[0], &beside, target);
-            }
+    ) -> Result<Arc<Indexed>> {
+        let mut shared = read.0.locked();
+        if let Some(indexed) = shared.upgrade() {
+            return Ok(indexed);
         }
-        Ok(())
-    }
-
-    /// Reads the zeros and scales of some groups.
-    fn beside(&self, groups: Range<usize>, window: &mut [u8]) -> Result<Beside> {
-        let (of_zeros, of_scales) = (self.zero_bytes(), 2 * self.width);
-        let zeros = self.zeros.read(groups.start * of_zeros, groups.len() * of_zeros, window)?;
-        let scales = self.scales.read(groups.start * of_scales, groups.len() * of_scales, window)?;
-        Ok(Beside { zeros, scales })
-    }
-
-    /// Reads the group of each row.
-    fn index(&self, stored: &Stored, window: &mut [u8]) -> Result<Vec<u32>> {
-        let bytes = stored.read(0, 4 * self.rows, window)?;
-        Ok(bytes
-            .chunks_exact(4)
-            .map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
-            .collect())
-    }
-
-    /// Writes the numbers of `rows` to their columns of `target`. `packed` begins with row `first`. `groups` has the
-    /// group of each row in `beside`, or the one of all.
-    fn write_run(
-        &self,
-        packed: &[u8],
-        first: usize,
-        rows: Range<usize>,
-        groups: &[u32],
-        beside: &Beside,
-        target: &mut [u8],
-    ) {
-        match self.bits {
-            2 => self.write_run_of::<2>(packed, first, rows, groups, beside, target),
-            4 => self.write_run_of::<4>(packed, first, rows, groups, beside, target),
-            _ => self.write_run_of::<8>(packed, first, rows, groups, beside, target),
-        }
-    }
-
-    fn write_run_of<const BITS: usize>(
-        &self,
-        packed: &[u8],
-        first: usize,
-        rows: Range<usize>,
-        groups: &[u32],
-        beside: &Beside,
-        target: &mut [u8],
-    ) {
-        let (mut codes, mut zeros, mut scales) = ([0u8; RUN], [0u8; RUN], [0u16; RUN]);
-        let mut made = [0u16; RUN];
-        let (codes, made) = (&mut codes[..rows.len()], &mut made[..rows.len()]);
-        for column in 0..self.width {
-            for (code, row) in codes.iter_mut().zip(rows.clone()) {
-                *code = self.number::<BITS>(packed, row - first, column);
+        let groups = index.read(0, 4 * self.rows, &mut Window::new(window))?.as_chunks().0;
+        let groups = groups.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        let (mut zeros, mut scales) = (vec![0; count * self.width], vec![0; count * self.width]);
+        let at_once = self.groups_at_once();
+        for first in (0..count).step_by(at_once) {
+            let count = at_once.min(count - first);
+            let (of_zeros, of_scales) = (self.zero_bytes(), 2 * self.width);
+            let words = self.zeros.read(first * of_zeros, count * of_zeros, &mut Window::new(window))?;
+            for (zeros, words) in
+                zeros[first * self.width..].chunks_exact_mut(self.width).zip(words.chunks_exact(of_zeros))
+            {
+                self.unpack_zeros(zeros, 0, words);
             }
-            if let ([group], true) = (groups, BITS <= 4) {
-                let (zero, scale) = self.zero_and_scale(beside, *group, column);
-                dequantise_half(made, codes, zero, scale);
-            } else {
-                for (at, group) in groups.iter().enumerate() {
-                    (zeros[at], scales[at]) = self.zero_and_scale(beside, *group, column);
-                }
-                if groups.len() == 1 {
-                    (zeros, scales) = ([zeros[0]; RUN], [scales[0]; RUN]);
-                }
-                dequantise_halves(made, codes, &zeros[..rows.len()], &scales[..rows.len()]);
-            }
-            let written =
-                target[2 * (column * self.rows + rows.start)..][..2 * rows.len()].chunks_exact_mut(2);
-            written.zip(&*made).for_each(|(pair, bits)| pair.copy_from_slice(&bits.to_ne_bytes()));
+            let stored = self.scales.read(first * of_scales, count * of_scales, &mut Window::new(window))?;
+            let scales = scales[first * self.width..].iter_mut().zip(stored.as_chunks().0);
+            scales.for_each(|(scale, pair)| *scale = u16::from_le_bytes(*pair));
         }
+        let indexed = Arc::new(Indexed { groups, zeros, scales });
+        *shared = Arc::downgrade(&indexed);
+        Ok(indexed)
     }
-
-    /// The number of a row and column in the words of a strip.
-    #[inline]
-    fn number<const BITS: usize>(&self, packed: &[u8], row: usize, column: usize) -> u8 {
-        let per_word = 32 / BITS;
-        let (word, place) = match self.order {
-            WordOrder::Awq => (row * self.width / 8 + column / 8, AWQ_ORDER[column % 8]),
-            WordOrder::Gptq { .. } => (row / per_word * self.width + column, row % per_word),
-        };
-        let bit = place * BITS;
-        packed[4 * word + bit / 8] >> (bit % 8) & (0xFF >> (8 - BITS)) as u8
-    }
-
-    /// The zero and the scale of a group and column.
-    #[inline]
-    fn zero_and_scale(&self, beside: &Beside, group: u32, column: usize) -> (u8, u16) {
-        let group = group as usize;
-        let at = group * self.zero_bytes() + column / self.per_word() * 4;
-        let word = u32::from_le_bytes(beside.zeros[at..at + 4].try_into().expect("four bytes"));
-        let (word, place) = match self.order {
-            WordOrder::Awq => (word, AWQ_ORDER[column % 8]),
-            WordOrder::Gptq { added } => (word.wrapping_add(added), column % self.per_word()),
-        };
-        let scale = &beside.scales[2 * (group * self.width + column)..][..2];
-        (
-            (word >> (self.bits * place)) as u8 & (0xFF >> (8 - self.bits)) as u8,
-            u16::from_le_bytes([scale[0], scale[1]]),
-        )
-    }
-}
-
-/// Parts of `rows` that are dequantised at once.
-fn runs(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = rows.end;
-    rows.step_by(RUN).map(move |at| at..(at + RUN).min(end))
 }
 
 #[cfg(test)]
@@ -275,8 +308,11 @@ mod tests {
     use memascend_kernels::{round_bf16, round_f16, widen_f16};
 
     use super::super::Packing;
-    use super::super::tests::{opened, read};
+    use super::super::tests::{opened, read_pieces};
     use super::*;
+
+    /// Where columns 0 .. 7 lie in a word of AWQ's.
+    const AWQ_ORDER: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
     /// Words of numbers of `bits`; number `n` of a word lies at `place(n)`.
     fn words(numbers: &[u8], bits: usize, place: impl Fn(usize) -> usize) -> Vec<u8> {
@@ -323,15 +359,20 @@ mod tests {
         let stored = |position: usize| Stored { file: Arc::clone(&file), position: position as u64 };
         let groups = match index {
             None => Groups::Rows(group),
-            Some(_) => Groups::Index { stored: stored(scale_bytes.len() + zeros.len()), count: rows / group },
+            Some(_) => {
+                let (stored, count) = (stored(scale_bytes.len() + zeros.len()), rows / group);
+                Groups::Index { stored, count, read: Shared::default() }
+            }
         };
         let (zeros_at, scales_at) = (stored(scale_bytes.len()), stored(0));
         let matrix = Words { order, bits, rows, width, groups, zeros: zeros_at, scales: scales_at };
         let packing = Packing::Words(matrix);
         let beside = scale_bytes.len() + zeros.len() + index_bytes.len();
-        assert_eq!(packing.scratch_bytes(), if index.is_some() { beside } else { 0 });
+        // A byte for each zero.
+        let scratch = 3 * rows / group * width + 4 * rows;
+        assert_eq!(packing.scratch_bytes(), if index.is_some() { scratch } else { 0 });
         assert_eq!(packing.stored_bytes(rows * width), packed.len());
-        let made = read(&packing, &file, beside as u64, 0, rows * width);
+        let made = read_pieces(&packing, &file, beside as u64, rows * width);
         let wanted = (0..rows * width).map(|at| {
             let (column, row) = (at / rows, at % rows);
             let of_row = index.map_or(row / group, |index| index[row] as usize);

@@ -1,6 +1,7 @@
 //! Zero points of whole numbers. They are read for each piece, as scales are.
 
 use super::Stored;
+use super::places::{Need, Window};
 use crate::Result;
 
 /// Where the zeros of blocks lie.
@@ -20,32 +21,66 @@ impl Zeros {
         if matches!(self, Self::Signed(_)) { 0x80 } else { 0 }
     }
 
-    /// Reads the zeros, for numbers of `bits` that count from 0, of `count` rows of `width` blocks from row `top` on.
-    pub(super) fn read(
+    /// What reading the zeros, for numbers of `bits`, of `count` rows of `width` blocks takes, beside other reads.
+    pub(super) fn need(&self, bits: usize, count: usize, width: usize, beside: Need) -> Need {
+        match self {
+            Self::Half => beside,
+            Self::Signed(_) => beside.and(count * width),
+            Self::Words(_) => beside.and(4 * (count.div_ceil(32 / bits) + 1) * width),
+        }
+    }
+
+    /// Reads the zeros, for numbers of `bits` that count from 0, of `count` rows of `width` blocks from row `top` on,
+    /// into `window`.
+    pub(super) fn read<'a>(
         &self,
         bits: usize,
         top: usize,
         count: usize,
         width: usize,
-        window: &mut [u8],
-    ) -> Result<Vec<f32>> {
-        match self {
-            Self::Half => Ok(vec![(1 << (bits - 1)) as f32; count * width]),
+        window: &mut Window<'a>,
+    ) -> Result<ReadZeros<'a>> {
+        Ok(match self {
+            Self::Half => ReadZeros::All((1 << (bits - 1)) as f32),
             Self::Signed(stored) => {
-                let bytes = stored.read(top * width, count * width, window)?;
-                Ok(bytes.into_iter().map(|byte| f32::from(byte ^ 0x80)).collect())
+                ReadZeros::Signed { zeros: stored.read(top * width, count * width, window)?, top, width }
             }
             Self::Words(stored) => {
+                let first = top / (32 / bits);
+                let words = (top + count).div_ceil(32 / bits) - first;
+                let words = stored.read(4 * first * width, 4 * words * width, window)?;
+                ReadZeros::Words { words, bits, first, width }
+            }
+        })
+    }
+}
+
+/// Some rows of zeros in a window.
+pub(super) enum ReadZeros<'a> {
+    /// The one of all blocks.
+    All(f32),
+    /// Bytes, of rows of `width` from row `top` on.
+    Signed { zeros: &'a [u8], top: usize, width: usize },
+    /// Words of numbers of `bits`, in rows of `width` from row of words `first` on.
+    Words { words: &'a [u8], bits: usize, first: usize, width: usize },
+}
+
+impl ReadZeros<'_> {
+    /// Fills `values` with the zeros of the blocks of row `row` from `column` on.
+    pub(super) fn fill(&self, row: usize, column: usize, values: &mut [f32]) {
+        match *self {
+            Self::All(zero) => values.fill(zero),
+            Self::Signed { zeros, top, width } => {
+                let zeros = &zeros[(row - top) * width + column..];
+                values.iter_mut().zip(zeros).for_each(|(value, byte)| *value = f32::from(byte ^ 0x80));
+            }
+            Self::Words { words, bits, first, width } => {
                 let per_word = 32 / bits;
-                let first = top / per_word;
-                let words = (top + count).div_ceil(per_word) - first;
-                let bytes = stored.read(4 * first * width, 4 * words * width, window)?;
-                let zero = |row: usize, column: usize| {
-                    let at = 4 * ((row / per_word - first) * width + column);
-                    let word = u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
-                    (word >> (row % per_word * bits) & ((1 << bits) - 1)) as f32
-                };
-                Ok((0..count * width).map(|at| zero(top + at / width, at % width)).collect())
+                let words = &words.as_chunks().0[(row / per_word - first) * width + column..];
+                for (value, word) in values.iter_mut().zip(words) {
+                    let number = u32::from_le_bytes(*word) >> (row % per_word * bits) & ((1 << bits) - 1);
+                    *value = number as f32;
+                }
             }
         }
     }
