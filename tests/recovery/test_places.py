@@ -73,6 +73,21 @@ def test_a_store_that_is_mounted_read_only_is_read(
 
 
 @pytest.mark.root
+def test_a_run_that_is_resumed_on_a_read_only_mount_is_read_and_says_why_it_cannot_go_on(
+    store: Path, read_only: Path
+) -> None:
+    go_on(store, "llama", steps=4, keep_store=True)  # Now both places of each tensor are there.
+    resumed = memascend.resume(read_only, host_memory="64MiB", keep_store=True, **LEAST)
+    read = resumed.optimizer.state_dict()["state"]  # Through files beside the store where one can be made.
+    assert read and all(state["exp_avg"].any() for state in read.values())
+    first = next(resumed.model.parameters())
+    with pytest.raises(memascend.MemascendError, match="mounted read-only: mount it writable"), torch.no_grad():
+        first.copy_(torch.zeros(first.shape))
+        memascend.flush(resumed.model)
+    memascend.offload_of(resumed.model).close(failed=True)
+
+
+@pytest.mark.root
 def test_a_run_that_writes_a_store_keeps_readers_of_its_read_only_mount_out(
     tmp_path: Path, read_only: Path, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -261,7 +261,9 @@ pub(crate) fn errno_hint(source: &io::Error) -> &'static str {
         Some(libc::ENODEV | libc::ENXIO) => "the drive is gone: check its connection and dmesg",
         Some(libc::EINVAL) => "the file or device refuses transfers of this alignment",
         Some(libc::EACCES | libc::EPERM) => "check the owner and the permissions",
-        Some(libc::EROFS) => "the filesystem is mounted read-only",
+        Some(libc::EROFS) => {
+            "the filesystem is mounted read-only: mount it writable, or copy what lies there to another"
+        }
         Some(libc::ELOOP) => "a symbolic link is in its place, and links are not followed: remove the link",
         Some(libc::EBADF | libc::ESTALE) => "the file was closed or replaced underneath",
         _ => "",

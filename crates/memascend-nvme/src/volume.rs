@@ -37,8 +37,6 @@ pub struct Volume {
     kind: VolumeKind,
     file: Arc<VolumeFile>,
     direct: bool,
-    /// Whether its filesystem is mounted read-only: then it can be read alone.
-    read_only: bool,
     notice: Option<String>,
     reserved_bytes: Mutex<u64>,
     keep: AtomicBool,
@@ -136,11 +134,11 @@ impl Volume {
             base: 0,
             data_bytes: None,
             least_bytes: AtomicU64::new(reserved),
+            read_only: opened.is_read_only,
         };
         let kind = VolumeKind::Directory(held);
         let mut volume = Self::of(given, kind, file, opened.is_direct, notice, reserved);
         volume.lock = Some(opened.lock);
-        volume.read_only = opened.is_read_only;
         Ok(volume)
     }
 
@@ -161,6 +159,7 @@ impl Volume {
             base: device.data_offset(),
             data_bytes: Some(device.data_bytes()),
             least_bytes: AtomicU64::new(0),
+            read_only: false,
         };
         let notice = device.notice().map(str::to_owned);
         Ok(Self::of(path, VolumeKind::Device(device), file, true, notice, 0))
@@ -179,7 +178,6 @@ impl Volume {
             kind,
             file: Arc::new(file),
             direct,
-            read_only: false,
             notice,
             reserved_bytes: Mutex::new(reserved),
             keep: AtomicBool::new(false),
@@ -227,7 +225,7 @@ impl Volume {
 
     /// Whether it lies on a filesystem that is mounted read-only, and is for reading alone.
     pub fn is_read_only(&self) -> bool {
-        self.read_only
+        self.file.read_only
     }
 
     /// A notice about this volume for the user, if any.
@@ -249,7 +247,7 @@ impl Volume {
         if bytes <= *reserved {
             return Ok(());
         }
-        if self.read_only {
+        if self.file.read_only {
             let source = io::Error::from_raw_os_error(libc::EROFS);
             return Err(file_error("write to", &self.file.path, source));
         }
@@ -273,7 +271,7 @@ impl Volume {
     /// Allocates the blocks that a copied file lacks: copying leaves out zeros, and a write there
     /// could find no space.
     pub fn fill_holes(&self) -> Result<()> {
-        let (VolumeKind::Directory(_), false) = (&self.kind, self.read_only) else { return Ok(()) };
+        let (VolumeKind::Directory(_), false) = (&self.kind, self.file.read_only) else { return Ok(()) };
         let metadata = self.file.metadata()?;
         let needed_bytes = metadata.len().saturating_sub(metadata.blocks() * 512);
         if needed_bytes == 0 {

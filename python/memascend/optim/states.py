@@ -168,11 +168,13 @@ def _file_backed(runtime: Runtime, numel: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _directory(runtime: Runtime) -> Path:
-    """Return a directory on one of the store's drives, or the system's temporary directory if all are raw devices."""
+    """Return a directory on one of the store's drives, or the system's temporary directory.
+
+    Raw devices have none, and on one that is mounted read-only nothing can be made.
+    """
     for volume in runtime.stats()["volumes"]:
         path = Path(volume["path"])
-        if path.is_dir():
-            return path
-        if path.is_file():
-            return path.parent
+        directory = path if path.is_dir() else path.parent
+        if (path.is_dir() or path.is_file()) and os.access(directory, os.W_OK):
+            return directory
     return Path(tempfile.gettempdir())

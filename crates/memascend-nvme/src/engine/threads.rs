@@ -158,7 +158,7 @@ impl Shared {
 fn move_bytes(transfer: &Transfer) -> io::Result<usize> {
     let file = &transfer.file;
     if transfer.operation == Operation::Write {
-        file.check_length()?;
+        file.check_writable()?;
     }
     let offset = i64::try_from(file.position(transfer.offset)).expect("offsets fit in i64");
     let vector = libc::iovec { iov_base: transfer.address.cast(), iov_len: transfer.bytes };

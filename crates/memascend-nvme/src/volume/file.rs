@@ -26,6 +26,8 @@ pub struct VolumeFile {
     pub(super) data_bytes: Option<u64>,
     /// The length that the file has unless another program makes the file shorter.
     pub(super) least_bytes: AtomicU64,
+    /// Whether its filesystem is mounted read-only: then it is open for reading alone.
+    pub(super) read_only: bool,
 }
 
 impl VolumeFile {
@@ -39,6 +41,7 @@ impl VolumeFile {
             base: 0,
             data_bytes: None,
             least_bytes: AtomicU64::new(0),
+            read_only: false,
         }
     }
 
@@ -111,10 +114,14 @@ impl VolumeFile {
         Ok(())
     }
 
-    /// Checks that the file is still as long as it was made. A read behind the end fails by itself.
-    /// A write there would make the file longer again, with zeros in between, so every write calls
-    /// this first.
-    pub(crate) fn check_length(&self) -> io::Result<()> {
+    /// Refuses a write where the filesystem is mounted read-only (the system would speak of a bad
+    /// descriptor), and where the file is no longer as long as it was made. A read behind the end
+    /// fails by itself. A write there would make the file longer again, with zeros in between, so
+    /// every write calls this first.
+    pub(crate) fn check_writable(&self) -> io::Result<()> {
+        if self.read_only {
+            return Err(io::Error::from_raw_os_error(libc::EROFS));
+        }
         let least_bytes = self.least_bytes.load(Ordering::Acquire);
         if least_bytes > 0 && self.file.metadata()?.len() < least_bytes {
             return Err(io::ErrorKind::UnexpectedEof.into());

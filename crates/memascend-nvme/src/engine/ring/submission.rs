@@ -41,7 +41,7 @@ impl Driver {
             let Some(part) = self.schedule.next() else { break };
             let transfer = self.schedule.transfer(part);
             if transfer.operation == Operation::Write
-                && let Err(error) = transfer.file.check_length()
+                && let Err(error) = transfer.file.check_writable()
             {
                 if let Some(ended) = self.schedule.complete(part, Err(error)) {
                     ended.tell(&self.counters);
