@@ -100,6 +100,7 @@ class TorchRun:
         self.params = list(self.model.parameters())
         self.masters = [p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, weight_decay=1e-2, fused=True)
+        self.clips = options.get("clips", True)
 
     def backward(self, loss):
         loss.backward()
@@ -107,7 +108,8 @@ class TorchRun:
     def step(self):
         for param, master in zip(self.params, self.masters, strict=True):
             master.grad, param.grad = param.grad.float(), None
-        self.torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+        if self.clips:
+            self.torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with self.torch.no_grad():
@@ -175,7 +177,7 @@ class ZeroInfinityRun:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": options.get("accumulate", 1),
             "bf16": {"enabled": True},
-            "gradient_clipping": MAX_NORM,
+            "gradient_clipping": MAX_NORM if options.get("clips", True) else 0.0,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 1e-2}},
             "zero_optimization": zero,
             "aio": {

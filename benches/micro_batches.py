@@ -7,16 +7,18 @@
 
 A step takes N micro-batches of one sequence. "sliced" calls the model once with all of them (micro_batch_size=1),
 "accumulated" N times, "in memory" N times without a store (AdamW in float32). Each runs in a process of its own, by
-turns, with the budget of --memory, or the least that reads ahead, and without durable steps. The time of a step is the
-median of the rounds' medians; memory is the peak above the imports. Beside the bytes stands the forecast of
-`memascend.forecast`, and beside the peak the plan with its estimate of PyTorch's share. With --check: sliced weights,
-states and gradients within 1.05 of one micro-batch's, the forecast within 3% of the measured bytes, and the peak grows
-by no more than the plan says and a tenth of the least number's peak.
+turns, with the budget of --memory, or the least that reads ahead, and without durable steps. Gradients are clipped in
+every system; with --update backward in none. The time of a step is the median of the rounds' medians; memory is the
+peak above the imports. Beside the bytes stands the forecast of `memascend.forecast`, and beside the peak the plan with
+its estimate of PyTorch's share. With --check: sliced weights, states and gradients within 1.05 of one micro-batch's,
+the forecast within 3% of the measured bytes, and the peak grows by no more than the plan says and a tenth of the least
+number's peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -25,7 +27,7 @@ from pathlib import Path
 from _common import GB, end_as_child, finish, in_workdir, machine, markdown, rss, run, size
 from _common import start as start_child
 from _llama import SEED, parameter_count
-from _peak_systems import RUNS, words
+from _peak_systems import RUNS, budgets, words
 from peak_memory import SHAPES, model_directory
 
 SYSTEMS = ("sliced", "accumulated", "in memory")
@@ -83,17 +85,12 @@ def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) 
     from memascend.forecast.forecast import forecast
 
     work = {"batch_size": count, "micro_batch_size": 1} if sliced else {"batch_size": 1, "grad_accum": count}
-    moved = forecast(Path(model_dir), seq_len=args.tokens, budget=args.memory, durability="none", **work)
+    options = {"budget": args.memory, "durability": "none", "update": args.update}
+    moved = forecast(Path(model_dir), seq_len=args.tokens, **options, **work)
     parts = [moved["ssd_traffic"]["planned"][direction] for direction in ("read", "written")]
     total = sum(part["total_bytes"] for part in parts)
     memory = {"plan": moved["host_memory"]["total_bytes"], "pytorch": moved["pytorch"]["estimated_bytes"]}
     return {"total": total, "without_activations": total - sum(part["activations_bytes"] for part in parts)} | memory
-
-
-def overlapping(model_dir: str, tokens: int) -> int:
-    from memascend.forecast.forecast import forecast
-
-    return forecast(Path(model_dir), seq_len=tokens, batch_size=1)["host_memory"]["overlap_bytes"]
 
 
 def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str, count: int) -> dict:
@@ -109,6 +106,8 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
         "tokens": args.tokens,
         "host_memory": args.memory,
         "durability": "none",
+        "update": args.update,
+        "clips": args.update == "forward",
         "warmup": args.warmup,
         "warmup_batches": args.warmup_batches,
         "steps": args.steps,
@@ -127,7 +126,7 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
 def compare(workdir: Path, args: argparse.Namespace) -> int:
     model_dir = str(model_directory(args.model, args, workdir))
     parameters = parameter_count(SHAPES[args.model], words(args.model))
-    args.memory = args.memory or overlapping(model_dir, args.tokens)
+    args.memory = args.memory or budgets(model_dir, args.tokens, args.update)["overlapping"]
     measured: dict[tuple[str, int], list[dict]] = {}
     for number in range(args.rounds):
         for count in args.counts:
@@ -158,6 +157,8 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         "parameters": parameters,
         "tokens": args.tokens,
         "host_memory": args.memory,
+        "update": args.update,
+        "threads": os.environ.get("OMP_NUM_THREADS", "all"),
         "rounds": args.rounds,
         "steps": args.steps,
         "entries": entries,
@@ -216,6 +217,7 @@ def main() -> int:
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
     parser.add_argument("--memory", type=size, help="host memory (default: the least that reads ahead)")
+    parser.add_argument("--update", choices=("forward", "backward"), default="forward", help="see memascend.offload")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")

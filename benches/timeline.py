@@ -73,7 +73,8 @@ def child(job: dict) -> dict:
 
     training = MemascendRun(job["model_dir"], job["scratch"], job)
     runtime = offload_of(training.model).runtime
-    ids = torch.randint(0, words(job["model"]), (1, job["tokens"]), generator=torch.Generator().manual_seed(SEED))
+    shape = (job["micro_batches"], job["tokens"])
+    ids = torch.randint(0, words(job["model"]), shape, generator=torch.Generator().manual_seed(SEED))
     marks: list[int] = []
     layers = training.model.model.layers
     layers[-1].register_forward_hook(lambda *_: marks.append(time.perf_counter_ns()) if len(marks) == 1 else None)
@@ -338,6 +339,10 @@ def measure(budget: str, host_memory: str | int, args: argparse.Namespace, workd
         "optimizer": args.optimizer,
         "rank": 1 if args.optimizer == "apollo-mini" else args.rank,
         "tokens": args.tokens,
+        "micro_batches": args.micro_batches,
+        **({"micro_batch_size": 1} if args.micro_batches > 1 else {}),
+        "update": args.update,
+        "clips": args.update == "forward",
         "warmup": 2,
         "steps": args.steps,
     }
@@ -414,6 +419,7 @@ def benchmark(args: argparse.Namespace, workdir: Path) -> int:
     print(", ".join(f"{key}: {value}" for key, value in about.items()), flush=True)
     model_dir = str(model_directory(args.model, args, workdir))
     budget_job = {"task": "budget", "model": args.model, "model_dir": model_dir, "tokens": args.tokens}
+    budget_job["update"] = args.update
     found = start_peak_memory(sys.executable, budget_job, workdir, args.timeout)
     named: dict[str, str | int] = {"least": found["smallest"], "overlapping": found["overlapping"]}
     rows = [measure(budget, named.get(budget, budget), args, workdir) for budget in args.budgets]
@@ -428,6 +434,7 @@ def benchmark(args: argparse.Namespace, workdir: Path) -> int:
         if row["drive_binds"] and row["idle_median"] > IDLE_LIMIT
     ]
     results = {"machine": about, "model": args.model, "tokens": args.tokens, "limit": args.limit, "rows": rows}
+    results |= {"micro_batches": args.micro_batches, "update": args.update}
     return finish({**results, "missed": missed}, args.json, missed if args.check else [])
 
 
@@ -440,6 +447,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("adamw", "apollo", "apollo-mini"), default="adamw")
     parser.add_argument("--rank", type=int, default=64, help="of APOLLO (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="length of the sequence (default: %(default)s)")
+    text = "sequences of a step, one at a time through each layer (default: %(default)s)"
+    parser.add_argument("--micro-batches", type=int, default=1, help=text)
+    text = "see memascend.offload; backward does without clipping (default: %(default)s)"
+    parser.add_argument("--update", choices=("forward", "backward"), default="forward", help=text)
     parser.add_argument("--steps", type=int, default=3, help="recorded steps (default: %(default)s)")
     parser.add_argument("--limit", type=size, help="bytes/s of the disk in either direction (root, cgroup v1's blkio)")
     parser.add_argument("--fio", action="store_true", help="measure the disk in the step's own mix after each budget")
