@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Memory of a layer's call between the passes, beside tensors. A call of a Llama layer has 77 kB of allocations
 #: (`tests/forecast/test_call_bytes.py` counts them): 70 nodes of autograd of 0.6 to 0.9 kB with the names of what they
-#: save, and 25 kB of Python's objects, for the most part copies of the modules' dictionaries. The rest is for holes
-#: between them: resident memory grows by 84 kB for a layer of width 64, and by 99 kB for one of width 1,536.
+#: save, and 25 kB of Python's objects. The rest is for holes between them: resident memory was seen to grow by 84 kB
+#: for a layer of width 64, and by 99 kB for one of width 1,536.
 CALL_BYTES = 96 * 1024
 
 
