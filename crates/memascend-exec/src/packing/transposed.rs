@@ -40,7 +40,12 @@ impl Tile {
         let transposed = &mut self.transposed[..elements];
         transpose(transposed, &self.values[..elements], columns.len());
         for (column, values) in columns.zip(transposed.chunks_exact(rows.len())) {
-            target.slice(first + column * height + rows.start, rows.len()).copy_from_slice(values);
+            let target = target.slice(first + column * height + rows.start, rows.len());
+            match (target.as_chunks_mut::<TILE>().0, values.as_chunks::<TILE>().0) {
+                // Of a known length, which needs no call.
+                ([target], [values]) => *target = *values,
+                _ => target.copy_from_slice(values),
+            }
         }
     }
 }
