@@ -121,7 +121,7 @@ impl Packing {
         least * fitting.into_iter().find(|count| self.need(count * least).fits()).unwrap_or(1)
     }
 
-    /// What reading so many elements that follow each other takes of a window.
+    /// The need of so many elements that follow each other.
     fn need(&self, elements: usize) -> Need {
         let need = Need::default().and(self.stored_bytes(elements));
         match self {

@@ -1,6 +1,6 @@
 //! Quantised weights to bf16, with the bits of the libraries that define their forms.
 //!
-//! A call takes many blocks, each of which has its own scale: the instruction set is chosen once for all.
+//! A call takes many blocks, each with its own scale: the instruction set is chosen once for all.
 
 mod few_bits;
 mod fp16_scales;
@@ -16,7 +16,7 @@ pub use fp16_scales::{
 use super::bf16::round_bf16;
 use super::dispatch::kernel;
 
-/// Blocks of elements, each of which has a scale. The last one may be shorter.
+/// Blocks of elements, each with a scale. The last one may be shorter.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks<'a> {
     /// Elements of a block.

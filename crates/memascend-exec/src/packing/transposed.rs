@@ -75,7 +75,7 @@ pub struct Mxfp4 {
     pub scales: Stored,
 }
 
-/// Elements of MXFP4 that share a power of two, and those of a tile's row.
+/// Elements of MXFP4 that share a power of two, and such blocks of a tile's row.
 const BLOCK: usize = 32;
 const TILE_BLOCKS: usize = TILE / BLOCK;
 

@@ -66,7 +66,7 @@ fn by_blocks<const N: usize>(
     let of_blocks = dst.chunks_mut(elements).zip(packed.chunks(elements / per_byte));
     for (number, ((dst, packed), &scale)) in of_blocks.zip(scales).enumerate() {
         let zero = zeros.map_or(0.0, |zeros| zeros[number]);
-        // Less 0.0, each number is what it was: -0.0 too.
+        // A difference from 0.0 is the number itself: -0.0 too.
         let mut numbers = [0; N];
         for (bits, value) in numbers.iter_mut().zip(code) {
             *bits = round_bf16((value - zero) * scale);

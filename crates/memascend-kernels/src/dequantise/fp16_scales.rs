@@ -1,4 +1,4 @@
-//! AWQ and GPTQ: numbers in words of 32 bits, whose zeros and scales, in fp16, are those of columns.
+//! AWQ and GPTQ: numbers in words of 32 bits. Each column has a zero and a scale in fp16.
 
 use super::super::bf16::round_bf16;
 use super::super::dispatch::{half_kernel, kernel};
@@ -69,7 +69,7 @@ mod x86 {
         _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(bytes))))
     }
 
-    /// With AVX2 and F16C. What NaNs become in fp16 makes no difference: in bf16 there is one.
+    /// With AVX2 and F16C. NaNs may differ in fp16: in bf16 there is one.
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     pub(super) fn body(dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
