@@ -100,7 +100,7 @@ def opt_level() -> str | None:
     level = asked.stdout.strip() if asked.returncode == 0 else None
     if level not in (None, RELEASE_OPT_LEVEL):
         print(
-            f"WARNING: memascend was built with opt-level {level}, not {RELEASE_OPT_LEVEL} as a release is: its kernels "
+            f"WARNING: memascend was built with opt-level {level}, a release with {RELEASE_OPT_LEVEL}: its kernels "
             "are slower, so these figures do not count. Build with `make wheel`.",
             file=sys.stderr,
             flush=True,

@@ -39,11 +39,11 @@ pub(crate) struct FileReader {
     origin: Origin,
 }
 
-/// What one thread reads at once: as much of a stored part as one window holds.
+/// The bytes that one thread reads at once: as many of a stored part as one window holds.
 struct FilePiece {
     file: Arc<ExternalFile>,
     position: u64,
-    /// The bytes that are read; those of all the part where it is packed.
+    /// The bytes that are read; where the part is packed, all its bytes.
     buffer: LeaseSlice,
     read: InFlight,
     /// How the part is stored, and the number of the piece.

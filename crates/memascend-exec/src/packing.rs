@@ -121,7 +121,7 @@ impl Packing {
         least * fitting.into_iter().find(|count| self.need(count * least).fits()).unwrap_or(1)
     }
 
-    /// What reading so many elements that follow each other takes of a window.
+    /// The need of so many elements that follow each other.
     fn need(&self, elements: usize) -> Need {
         let need = Need::default().and(self.stored_bytes(elements));
         match self {
@@ -447,6 +447,36 @@ mod tests {
                 .collect();
             assert_eq!(read(&packing, &file, 1, begin, end - begin), wanted, "{begin} .. {end}");
         }
+    }
+
+    #[test]
+    fn a_window_has_room_for_a_piece_with_its_scales() {
+        // With a scale for each number or two of them, far fewer elements than a piece has at most.
+        let (rows, width) = (9, 40_000);
+        let elements = rows * width;
+        let codes: Vec<u8> = (0..elements).map(|at| (at * 7 + at / 31) as u8 & 0x7D).collect();
+        let scale = |at: usize| 0.001 * (at % 1013 + 1) as f32;
+        let scales: Vec<u8> = (0..elements).flat_map(|at| scale(at).to_le_bytes()).collect();
+        let (_file, file) = opened(&[&scales[..], &codes].concat(), true);
+        let stored = Stored { file: Arc::clone(&file), position: 0 };
+        let scales_at = Scales { stored, format: ScaleFormat::F32 };
+        let code: [f32; 16] = std::array::from_fn(|at| at as f32 - 7.5);
+        let by_rows =
+            Packing::Rows { numbers: Numbers::E4m3, width, block: (1, 1), scales: scales_at.clone() };
+        let by_twos = Packing::FourBits { block: 2, first: First::Low, code, scales: scales_at };
+        let byte = |at: usize| round_bf16(widen_e4m3(codes[at]) * scale(at));
+        let nibble = |at: usize| usize::from(codes[at / 2] >> (at % 2 * 4) & 0xF);
+        let named = |at: usize| round_bf16(code[nibble(at)] * scale(at / 2));
+        let kinds: [(_, &dyn Fn(usize) -> u16); 2] = [(by_rows, &byte), (by_twos, &named)];
+        for (packing, value) in kinds {
+            assert!(packing.pieces(elements) > 1 && packing.fits_window());
+            let made = read_pieces(&packing, &file, 4 * elements as u64, elements);
+            assert!(made.into_iter().eq((0..elements).map(value)), "{packing:?}");
+        }
+        let stored = Stored { file, position: 0 };
+        let scales = Scales { stored, format: ScaleFormat::F32 };
+        let wide = Packing::Rows { numbers: Numbers::E4m3, width: 1 << 20, block: (1, 1), scales };
+        assert!(!wide.fits_window());
     }
 
     #[test]

@@ -21,11 +21,13 @@ fn body(dst: &mut [u16], src: &[u16], columns: usize) {
     let whole = |count: usize| count / SIDE * SIDE;
     for column in (0..whole(columns)).step_by(SIDE) {
         for row in (0..whole(rows)).step_by(SIDE) {
-            let square = std::array::from_fn(|at| {
-                *src[(row + at) * columns + column..].first_chunk().expect("eight columns")
-            });
-            for (at, made) in transposed(square).into_iter().enumerate() {
-                *dst[(column + at) * rows + row..].first_chunk_mut().expect("eight rows") = made;
+            // Functions of the library are not compiled for the instruction set: a loop.
+            let mut square = [[0; SIDE]; SIDE];
+            for (at, part) in square.iter_mut().enumerate() {
+                *part = *src[(row + at) * columns + column..].first_chunk().expect("eight columns");
+            }
+            for (at, made) in transposed(square).iter().enumerate() {
+                *dst[(column + at) * rows + row..].first_chunk_mut().expect("eight rows") = *made;
             }
         }
     }

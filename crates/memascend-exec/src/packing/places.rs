@@ -5,7 +5,7 @@ use memascend_store::ExternalFile;
 
 use crate::{FILE_WINDOW_BYTES, Result};
 
-/// What is left of a window, of whose blocks each read takes as many as it needs.
+/// The rest of a window. Each read takes as many of its blocks as it needs.
 pub(super) struct Window<'a>(&'a mut [u8]);
 
 impl<'a> Window<'a> {
@@ -41,7 +41,7 @@ impl Need {
     }
 }
 
-/// The elements of a part of a unit, bf16. Threads write them at once, each those of its piece.
+/// The elements of a part of a unit, bf16. Threads write at once, each the elements of its piece.
 pub(crate) struct Target {
     first: *mut u16,
     elements: usize,

@@ -76,7 +76,7 @@ pub struct Scales {
 }
 
 impl Scales {
-    /// What reading `count` scales takes, beside other reads.
+    /// The need of `count` scales, beside other reads.
     pub(super) fn need(&self, count: usize, beside: Need) -> Need {
         let need = beside.and(count * self.format.bytes());
         match &self.format {
@@ -112,7 +112,7 @@ pub(super) struct ReadScales<'a> {
     stored: &'a [u8],
     /// The number of the first one.
     first: usize,
-    /// The factors of nested ones, from that of the first one on.
+    /// The factors of nested ones, from the first scale's on.
     factors: &'a [u8],
 }
 
@@ -144,7 +144,7 @@ impl ReadScales<'_> {
         }
     }
 
-    /// Fills `values` with what `value` makes of the number and the byte of each.
+    /// Fills `values` with `value` of the number and the byte of each.
     fn each(&self, at: usize, values: &mut [f32], value: impl Fn(usize, u8) -> f32) {
         let bytes = self.stored[at..].iter().enumerate();
         values.iter_mut().zip(bytes).for_each(|(made, (number, &byte))| *made = value(at + number, byte));

@@ -40,7 +40,12 @@ impl Tile {
         let transposed = &mut self.transposed[..elements];
         transpose(transposed, &self.values[..elements], columns.len());
         for (column, values) in columns.zip(transposed.chunks_exact(rows.len())) {
-            target.slice(first + column * height + rows.start, rows.len()).copy_from_slice(values);
+            let target = target.slice(first + column * height + rows.start, rows.len());
+            match (target.as_chunks_mut::<TILE>().0, values.as_chunks::<TILE>().0) {
+                // Of a known length, which needs no call.
+                ([target], [values]) => *target = *values,
+                _ => target.copy_from_slice(values),
+            }
         }
     }
 }
@@ -70,7 +75,7 @@ pub struct Mxfp4 {
     pub scales: Stored,
 }
 
-/// Elements of MXFP4 that share a power of two, and those of a tile's row.
+/// Elements of MXFP4 that share a power of two, and such blocks of a tile's row.
 const BLOCK: usize = 32;
 const TILE_BLOCKS: usize = TILE / BLOCK;
 

@@ -41,7 +41,7 @@ pub enum Groups {
     },
 }
 
-/// What the threads that read a matrix use together. It goes with the last of them.
+/// Values that the threads of a matrix use together. They go with the last thread.
 #[derive(Debug, Clone, Default)]
 pub struct Shared(Arc<Mutex<Weak<Indexed>>>);
 
@@ -116,7 +116,7 @@ impl Words {
         }
     }
 
-    /// Whether a window has room for so many rows and what belongs to them.
+    /// Whether a window has room for so many rows with their zeros and scales.
     fn fits(&self, rows: usize) -> bool {
         let need = Need::default().and(self.stored_bytes(rows * self.width));
         match &self.groups {

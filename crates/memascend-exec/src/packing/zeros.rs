@@ -21,7 +21,7 @@ impl Zeros {
         if matches!(self, Self::Signed(_)) { 0x80 } else { 0 }
     }
 
-    /// What reading the zeros, for numbers of `bits`, of `count` rows of `width` blocks takes, beside other reads.
+    /// The need of the zeros, for numbers of `bits`, of `count` rows of `width` blocks, beside other reads.
     pub(super) fn need(&self, bits: usize, count: usize, width: usize, beside: Need) -> Need {
         match self {
             Self::Half => beside,

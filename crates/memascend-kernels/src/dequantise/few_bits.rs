@@ -66,8 +66,11 @@ fn by_blocks<const N: usize>(
     let of_blocks = dst.chunks_mut(elements).zip(packed.chunks(elements / per_byte));
     for (number, ((dst, packed), &scale)) in of_blocks.zip(scales).enumerate() {
         let zero = zeros.map_or(0.0, |zeros| zeros[number]);
-        // Less 0.0, each number is what it was: -0.0 too.
-        let numbers = std::array::from_fn(|at| round_bf16((code[at] - zero) * scale));
+        // A difference from 0.0 is the number itself: -0.0 too.
+        let mut numbers = [0; N];
+        for (bits, value) in numbers.iter_mut().zip(code) {
+            *bits = round_bf16((value - zero) * scale);
+        }
         look_up(dst, packed, &numbers);
     }
 }
@@ -112,7 +115,9 @@ mod plain {
     #[inline(always)]
     pub(super) fn two_bits_of_block(dst: &mut [u16], packed: &[u8], numbers: &[u16; 4]) {
         for (four, byte) in dst.as_chunks_mut::<4>().0.iter_mut().zip(packed) {
-            *four = std::array::from_fn(|place| numbers[(byte >> (2 * place) & 3) as usize]);
+            for (place, bits) in four.iter_mut().enumerate() {
+                *bits = numbers[(byte >> (2 * place) & 3) as usize];
+            }
         }
     }
 }
@@ -224,7 +229,9 @@ mod x86 {
     #[target_feature(enable = "avx2")]
     pub(super) fn two_bits(dst: &mut [u16], packed: &[u8], blocks: Blocks<'_>, zeros: &[f32]) {
         by_blocks(dst, packed, 4, &TWO_BITS, blocks, Some(zeros), |dst, packed, numbers| {
-            let table = Table::new(&std::array::from_fn(|at| numbers[at % 4]));
+            let mut repeated = [0; 16];
+            repeated.as_chunks_mut::<4>().0.fill(*numbers);
+            let table = Table::new(&repeated);
             let (wholes, rest) = dst.as_chunks_mut::<32>();
             let (of_wholes, packed) = packed.as_chunks::<8>();
             for (dst, packed) in wholes.iter_mut().zip(of_wholes) {

@@ -1,13 +1,8 @@
-//! AWQ and GPTQ: numbers in words of 32 bits, whose zeros and scales, in fp16, are those of columns.
+//! AWQ and GPTQ: numbers in words of 32 bits. Each column has a zero and a scale in fp16.
 
 use super::super::bf16::round_bf16;
 use super::super::dispatch::{half_kernel, kernel};
-#[cfg(target_arch = "x86_64")]
-use super::super::format::F16c;
-use super::super::format::{F16, Format};
-
-/// Columns that are converted together: their values stay in the first cache.
-const COLUMNS: usize = 64;
+use super::super::fp16::{round_f16, widen_f16};
 
 half_kernel! {
     /// The bf16 of every number less the zero of its column, times the column's scale, fp16, rounded to fp16. The
@@ -16,31 +11,85 @@ half_kernel! {
     /// # Panics
     /// When the lengths differ, or there is no whole row.
     pub fn dequantise_fp16 / dequantise_fp16_with(dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16])
-        = body::<F16c>, body::<F16c>, body::<F16>;
+        = x86::body, x86::body, body;
 }
 
 #[inline(always)]
-fn body<F: Format<Element = u16>>(dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
+fn check(dst: &[u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
+    assert_eq!((numbers.len(), scales.len()), (dst.len(), zeros.len()), "lengths");
+    assert!(dst.len().is_multiple_of(zeros.len()), "rows of {}", zeros.len());
+}
+
+#[inline(always)]
+fn body(dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
+    check(dst, numbers, zeros, scales);
+    columns_from(0, dst, numbers, zeros, scales);
+}
+
+/// Dequantises the columns from `first` on.
+#[inline(always)]
+fn columns_from(first: usize, dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
     let columns = zeros.len();
-    assert_eq!((numbers.len(), scales.len()), (dst.len(), columns), "lengths");
-    assert!(dst.len().is_multiple_of(columns), "rows of {columns}");
-    let (mut factors, mut values, mut halves) = ([0f32; COLUMNS], [0f32; COLUMNS], [0u16; COLUMNS]);
-    for first in (0..columns).step_by(COLUMNS) {
-        let count = COLUMNS.min(columns - first);
-        let (zeros, scales) = (&zeros[first..][..count], &scales[first..][..count]);
-        let factors = &mut factors[..count];
-        F::widen_all(scales, factors);
-        for (dst, numbers) in dst.chunks_exact_mut(columns).zip(numbers.chunks_exact(columns)) {
-            let (dst, numbers) = (&mut dst[first..][..count], &numbers[first..][..count]);
-            let (values, halves) = (&mut values[..count], &mut halves[..count]);
-            for at in 0..count {
-                values[at] = (f32::from(numbers[at]) - f32::from(zeros[at])) * factors[at];
-            }
-            // A NaN becomes the same one in the end, whatever the conversions make of it.
-            F::round_all(values, halves);
-            F::widen_all(halves, values);
-            dst.iter_mut().zip(values).for_each(|(bits, value)| *bits = round_bf16(*value));
+    let (zeros, scales) = (&zeros[first..], &scales[first..]);
+    for (dst, numbers) in dst.chunks_exact_mut(columns).zip(numbers.chunks_exact(columns)) {
+        let of_columns = numbers[first..].iter().zip(zeros).zip(scales);
+        for (bits, ((&number, &zero), &scale)) in dst[first..].iter_mut().zip(of_columns) {
+            let value = (f32::from(number) - f32::from(zero)) * widen_f16(scale);
+            *bits = round_bf16(widen_f16(round_f16(value)));
         }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    //! Eight columns at a time, whose zeros and scales stay in registers.
+
+    use std::arch::x86_64::*;
+
+    use super::super::super::bf16::NAN_BITS;
+    use super::{check, columns_from};
+
+    /// `round_bf16` of eight numbers.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn round(values: __m256) -> __m128i {
+        let nan = _mm256_castsi256_ps(_mm256_set1_epi32(NAN_BITS as i32));
+        let values = _mm256_blendv_ps(values, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
+        let bits = _mm256_castps_si256(values);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+        let rounded = _mm256_srli_epi32::<16>(sum);
+        _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256::<1>(rounded))
+    }
+
+    /// Eight whole numbers.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn numbers_of(bytes: [u8; 8]) -> __m256 {
+        _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(bytes))))
+    }
+
+    /// With AVX2 and F16C. NaNs may differ in fp16: in bf16 there is one.
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    pub(super) fn body(dst: &mut [u16], numbers: &[u8], zeros: &[u8], scales: &[u16]) {
+        check(dst, numbers, zeros, scales);
+        let columns = zeros.len();
+        let (of_zeros, rest) = zeros.as_chunks::<8>();
+        for (eight, (zeros, scales)) in of_zeros.iter().zip(scales.as_chunks::<8>().0).enumerate() {
+            // SAFETY: eight scales are read.
+            let scales = unsafe { _mm256_cvtph_ps(_mm_loadu_si128(scales.as_ptr().cast())) };
+            let zeros = numbers_of(*zeros);
+            for (dst, numbers) in dst.chunks_exact_mut(columns).zip(numbers.chunks_exact(columns)) {
+                let (dst, numbers) =
+                    (&mut dst.as_chunks_mut::<8>().0[eight], &numbers.as_chunks::<8>().0[eight]);
+                let values = _mm256_mul_ps(_mm256_sub_ps(numbers_of(*numbers), zeros), scales);
+                let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
+                // SAFETY: eight elements are written.
+                unsafe { _mm_storeu_si128(dst.as_mut_ptr().cast(), round(_mm256_cvtph_ps(halves))) };
+            }
+        }
+        columns_from(columns - rest.len(), dst, numbers, zeros, scales);
     }
 }
 
@@ -117,7 +166,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::super::Isa;
-    use super::super::super::fp16::{round_f16, widen_f16};
     use super::*;
 
     proptest! {
