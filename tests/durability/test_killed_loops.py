@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import faults
+import float32_products
 import pytest
 import torch
 from durable_run import LEAST, Run, build, go_on, same
@@ -30,7 +31,15 @@ PATIENCE = 120
 
 
 def loop(_pipe: Any, room: Path, durability: str) -> None:
-    """Run a loop of a program's own, which goes on where it was, with a checkpoint of its half."""
+    """Run a loop of a program's own, which goes on where it was, with a checkpoint of its half.
+
+    Its products are those of the process that it is compared with: the fixture holds for that one alone.
+    """
+    with float32_products.in_float32():
+        _loop(room, durability)
+
+
+def _loop(room: Path, durability: str) -> None:
     store, result = room / "store", room / "result"
     options: dict[str, Any] = {"durability": durability, "keep_store": True}
     if memascend.can_resume(store):
