@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 STEPS = 40
 #: Instants at which each signal ends a run: one, and ten in `make soak`.
 INSTANTS = -(-int(os.environ.get("MEMASCEND_KILLS", "6")) // 6)
+#: Seconds that a run may take, on a machine that is busy with others.
+WAIT = 600
 SHORT: dict[str, Any] = {"steps": 12, "batch_size": 1}
 #: Files of a model directory that name its place.
 _OF_ITS_OWN = {"metrics.jsonl", "training_args.bin"}
@@ -121,7 +123,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         child.wait()  # from here on processes begin at once
     begun = time.monotonic()
     with faults.Child(run.room, command, run.words(run.room)) as child:
-        assert child.wait().code == 0, child.told()
+        assert child.wait(WAIT).code == 0, child.told()
     run.seconds = time.monotonic() - begun
     return run
 
@@ -144,12 +146,12 @@ def test_ended_at_any_instant_it_comes_to_the_same_end(whole: Whole, number: sig
                 time.sleep(0.001)
             if child.alive():
                 os.kill(child.pid, number)
-            ended = child.wait()
+            ended = child.wait(WAIT)
         told = f"seed {seed}, {number.name} {instant} after {after:.3f} s"
         codes.append(ended.code)
         assert ended.code in (0, -number, 128 + number) and "Traceback" not in ended.err, f"{told}: {ended.err}"
         with faults.Child(whole.room, command, again) as child:
-            ended = child.wait()
+            ended = child.wait(WAIT)
         assert ended.code == 0, f"{told}: {ended.err}"
         written = listing(folder / "out")
         assert written.keys() == expected.keys(), told

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: In a model directory whose run a signal has ended before its last step. The metrics may be elsewhere, and after the
 #: run has gone on they no longer say how it ended before.
 INTERRUPTED_NAME = "interrupted.json"
+#: What `ended_text` tells of a run's last record, and of its settings: other files have the name of metrics too.
+_TOLD = {"steps", "steps_planned", "signal_number", "evaluations"}
+_TOLD_SETTINGS = {"store", "keep_store", "save_every", "lora_rank"}
 
 
 def note_interrupted(folder: Path, settings: Settings, steps: int) -> None:
@@ -66,7 +69,7 @@ def ended_run(out: Path) -> dict[str, Any] | None:
                 loss = record["loss"]
             elif record["record"] == "end":
                 end = record | {"settings": settings, "loss": loss}
-    return end
+    return end if end is not None and end.keys() >= _TOLD and (settings or {}).keys() >= _TOLD_SETTINGS else None
 
 
 def ended_text(out: Path, run: dict[str, Any]) -> str:

@@ -41,6 +41,7 @@ from memascend.durability.phases import CommitPhases, Phase
 from memascend.durability.record import random_states, record_text, restore_random_states
 from memascend.durability.step_snapshot import StepSnapshot
 from memascend.errors import MemascendError, StoreError
+from memascend.layout.units import raw_tensor_access
 from memascend.options import parse_durability
 from memascend.streaming.resident_states import stay_whole
 
@@ -194,11 +195,13 @@ class CommitLog:
         """Include an optimizer of parameters that were added to the model, and return whether its steps are durable.
 
         They are where `durability` asks for it, and in a run that goes on: "auto" leaves adapters to the program, which
-        saves them. Raises StoreError where the volumes have no room.
+        saves them. Raises StoreError where the volumes have no room, MemascendError where `durability` cannot be had.
         """
         if not self.period and not self._runtime.store.generation:
             return False
         if not optimizer.can_be_recorded(self._session):
+            if parse_durability(self._session.options.durability):
+                optimizer.describe(self._session)  # Raises, naming the reason.
             self._session.notices.append(
                 f"{type(optimizer).__name__} also trains parameters that are not of the offloaded model: its steps are "
                 "not durable"
@@ -210,6 +213,24 @@ class CommitLog:
         self.join(optimizer)
         self.has_beside = True
         return True
+
+    def check_beside(self, optimizer: OptimizerProtocol) -> None:
+        """Raise MemascendError where durable steps are asked for, and no parameter of the model is trained.
+
+        So it is with prompt tuning: `optimizer` trains parameters of PEFT's wrapper.
+        """
+        session, model = self._session, self._session.model()
+        if not parse_durability(session.options.durability) or model is None:
+            return
+        with raw_tensor_access():
+            trains = any(parameter.requires_grad for parameter in model.parameters())
+        if not trains:
+            raise MemascendError(
+                f"durability={session.options.durability!r} has nothing to make durable: no parameter of the offloaded "
+                f"model is trained, and {type(optimizer).__name__} trains others, such as those of PEFT's wrapper "
+                "around a model (prompt tuning, p-tuning, prefix tuning): leave durability out, and save them and the "
+                "optimizer's state_dict() yourself"
+            )
 
     def restore_beside(self, record: dict[str, Any]) -> Copies:
         """Load the values that a record has of parameters added to the model, and return their states."""

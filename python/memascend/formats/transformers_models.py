@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: logits with the label there, not with the next one.
 _LABELS_NOT_SHIFTED = ("cpmant", "musicgen", "musicgen_melody", "trocr", "whisper", "xlm", "xlnet")
 
+#: Layers that no model has: making them would take hours.
+LAYERS_MAX = 10_000
+
 
 def load_any_config(directory: Path) -> Any:
     """Return the configuration of a model directory of any task.
@@ -65,7 +68,15 @@ def read_config(config_file: Path, named: Path) -> Any:
             explained_code(error, config_file)
             or f"{config_file}: transformers cannot use it (model_type {model_type!r}): {first_line(error)}"
         ) from error
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    if isinstance(text := config.get_text_config(), dict):
+        raise CheckpointError(f"{config_file}: a {model_type} model has no text_config: remove it from the file")
+    for part in {id(part): part for part in (config, text)}.values():
+        layers = getattr(part, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers > LAYERS_MAX:
+            raise CheckpointError(
+                f"{config_file}: num_hidden_layers is {layers:,}, and no model has more than {LAYERS_MAX:,} layers: "
+                "correct the file"
+            )
         for name in ("quantization_config", "compression_config"):
             if name in vars(part):
                 delattr(part, name)

@@ -74,7 +74,9 @@ class StateBackends(BackendContext):
         ordinary = {id(p) for group in groups for p in group["params"] if p.requires_grad and place_of(p) is None}
         for session in open_sessions() if ordinary else ():
             added = {id(parameter) for parameter in added_parameters(session).values()}
-            if session not in self.beside and ordinary & added and session.commit_log.join_beside(self.optimizer):
+            if not ordinary & added:
+                session.commit_log.check_beside(self.optimizer)
+            elif session not in self.beside and session.commit_log.join_beside(self.optimizer):
                 self.beside.append(session)
 
     def bring(self, backends: Iterable[tuple[StateBackend, bool]]) -> None:

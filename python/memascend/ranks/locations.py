@@ -7,12 +7,13 @@ processes start.
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, StoreError
 from memascend.ranks.group import group_of
 
 if TYPE_CHECKING:
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
 
 #: The part of a location that the rank's number replaces.
 PATTERN = "{rank}"
+#: Filesystems within /dev that have directories of programs.
+_DIRECTORIES_IN_DEV = ("/dev/shm/", "/dev/hugepages/", "/dev/mqueue/")
 
 
 def paths_of(store: RankLocations, process_group: Any = None) -> list[str | os.PathLike[str]]:
     """Return the locations of this rank's store, as `locations_of`; a program by itself is rank 0 of 1."""
     group = group_of(process_group)
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    return locations_of(store, rank, ranks)
+    locations = locations_of(store, rank, ranks)
+    for location in locations:
+        refuse_absent_device(location)
+    return locations
 
 
 def locations_of(store: RankLocations, rank: int, ranks: int) -> list[str | os.PathLike[str]]:
@@ -60,6 +66,13 @@ def locations_of(store: RankLocations, rank: int, ranks: int) -> list[str | os.P
             f"as [[{own[0]!s}], [{own[1]!s}]], or {PATTERN} for the number of the rank in each location"
         )
     return [str(path).replace(PATTERN, str(rank)) if PATTERN in str(path) else path for path in own]
+
+
+def refuse_absent_device(location: str | os.PathLike[str]) -> None:
+    """Raise StoreError for a path where only devices are, and none is: a directory there would be in memory."""
+    path = os.path.abspath(location)
+    if path.startswith("/dev/") and not path.startswith(_DIRECTORIES_IN_DEV) and not os.path.exists(path):
+        raise StoreError(errno.ENOENT, "there is no such device: `lsblk` lists those that are there", path)
 
 
 def by_rank(store: RankLocations) -> bool:

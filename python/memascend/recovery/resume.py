@@ -33,6 +33,7 @@ from memascend.session.api import find_offload, offload_of
 from memascend.session.open import open_session, opening
 from memascend.session.rank_hooks import hooks_for
 from memascend.session.runtime import when_free
+from memascend.session.saved_weights import version_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -164,7 +165,7 @@ def resume(
             whole, states = model, {}
             if add_adapters is not None:
                 hooks.attach()
-                whole = add_adapters(model)
+                whole = _adapted(session, model, add_adapters)
             with understanding(paths), torch.no_grad():
                 session.commit_log.restore(record)
                 if add_adapters is not None:
@@ -189,6 +190,24 @@ def resume(
             session.close(failed=True)
             raise
     return Resumed(whole, optimizers, record["steps"])
+
+
+def _adapted(session: Session, model: nn.Module, add_adapters: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return what `add_adapters` makes of a model whose weights are the stored run's.
+
+    Raises CheckpointError where it has changed weights, as some adapters do once at the start of a run.
+    """
+
+    before = {place: version_now(place) for place in session.places}
+    whole = add_adapters(model)
+    changed = next((place for place, version in before.items() if version_now(place) != version), None)
+    if changed is not None:
+        raise CheckpointError(
+            f"add_adapters has changed {changed.name}, which the store has as the run left it: adapters that take a "
+            "part of the weights over at the start (PiSSA, OLoRA) have done so already. Add them with "
+            "init_lora_weights=False"
+        )
+    return whole
 
 
 def refuse_added(record: dict[str, Any]) -> None:

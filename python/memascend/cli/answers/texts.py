@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from memascend.cli.data import ByteTokenizer
+from memascend.cli.data.turns import turns_of, with_texts
 from memascend.errors import DataError, first_line
 from memascend.formats.tokenizers import load_tokenizer
 
@@ -90,6 +91,11 @@ def _of_record(path: Path, number: int, line: str) -> Prompt:
         found = record if isinstance(record, str) else record.get("messages", record.get("prompt"))
     except (ValueError, AttributeError):
         found = None
-    if isinstance(found, str) or (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+    if isinstance(found, str):
         return found
+    if turns := turns_of(found):
+        try:
+            return with_texts(turns)
+        except ValueError as error:
+            raise DataError(f"--prompts {path}, line {number} {error}: write a text, or leave the line out") from error
     raise DataError(f'--prompts {path}, line {number}: neither {{"prompt": "..."}} nor {{"messages": [...]}}')

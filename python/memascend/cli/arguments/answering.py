@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.values import at_least_two, count, positive, rate, size_or_auto
+from memascend.cli.arguments.values import at_least_two, count, path, positive, size_or_auto, temperature
 from memascend.common.sizes import AUTO
 from memascend.layout.bits import BITS
 from memascend.options import EXPERTS
@@ -27,9 +26,9 @@ def add_generate(subcommands: Any) -> None:
         "one a line; or a .jsonl file of records with prompt or messages; - is standard input. Where the model has a "
         "chat template, a text is what a user says"
     )
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=text)
+    parser.add_argument("--prompts", type=path, required=True, metavar="FILE", help=text)
     text = "a JSON line for each answer, in the order of the prompts (default: standard output)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--out", type=path, metavar="FILE", help=text)
     text = "sequences that are answered at once (default: as many as a quarter of the memory has keys and values for)"
     parser.add_argument("--batch-size", type=positive, metavar="N", help=text)
     _add_answers(parser, new_tokens=256)
@@ -55,17 +54,17 @@ def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
         "a model directory, the id of a model on the hub (org/name), a directory of adapters, or the directories or "
         "raw devices of a store that no run is using"
     )
-    parser.add_argument("model", type=Path, nargs="+", metavar="MODEL", help=text)
+    parser.add_argument("model", type=path, nargs="+", metavar="MODEL", help=text)
     add = parser.add_argument
     text = "the most host memory to use for the model and for keys and values (default: auto, as much as is free)"
     add("--host-memory", type=size_or_auto, default=AUTO, metavar="SIZE", help=text)
     text = "where a copy goes of weights that cannot be read as they are (default: the cache directory); it is removed"
-    add("--store", type=Path, metavar="DIR", help=text)
-    add("--tokenizer", type=Path, metavar="DIR", help="where the tokenizer is (default: beside the model)")
+    add("--store", type=path, metavar="DIR", help=text)
+    add("--tokenizer", type=path, metavar="DIR", help="where the tokenizer is (default: beside the model)")
     text = "the most tokens of an answer (default: %(default)s)"
     add("--max-new-tokens", type=positive, default=new_tokens, metavar="N", help=text)
     text = "0 takes the most likely token; more, one by chance (default: as the model's generation_config.json says)"
-    add("--temperature", type=rate, metavar="X", help=text)
+    add("--temperature", type=temperature, metavar="X", help=text)
     add("--seed", type=count, default=0, metavar="N", help="of what is chosen by chance (default: %(default)s)")
     add("--raw", action="store_true", help="continue texts, also where the model has a chat template")
     text = (

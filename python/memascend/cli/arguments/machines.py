@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.values import duration, size
+from memascend.cli.arguments.values import duration, path, size
 
 
 def add_bench(subcommands: Any) -> None:
@@ -20,7 +19,7 @@ def add_bench(subcommands: Any) -> None:
         "holds a kept store. With --gpu, measure the GPU, the copies to and from it, and host memory.",
     )
     add = parser.add_argument
-    add("places", type=Path, nargs="*", metavar="DIR_OR_DEVICE", help="where a store will be")
+    add("places", type=path, nargs="*", metavar="DIR_OR_DEVICE", help="where a store will be")
     add("--gpu", action="store_true", help="measure the GPU, with or without drives")
     text = "bytes to write and read there; take more than the drive's cache holds (default: %(default)s)"
     add("--size", type=size, default="1GiB", metavar="SIZE", help=text)
@@ -40,9 +39,9 @@ def add_format(subcommands: Any) -> None:
         "or that holds a filesystem, RAID, another store or any data where it is looked at, is refused.",
     )
     add = parser.add_argument
-    add("device", type=Path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
+    add("device", type=path, metavar="DEVICE", help="such as /dev/nvme1n1, or a partition of it")
     text = "DEVICE again, to allow that its contents are destroyed; a mounted or used device is always refused"
-    add("--destroy", type=Path, metavar="DEVICE", help=text)
+    add("--destroy", type=path, metavar="DEVICE", help=text)
 
 
 def add_doctor(subcommands: Any) -> None:
@@ -59,6 +58,6 @@ def add_doctor(subcommands: Any) -> None:
     text = (
         "where a store will be; a file of 1 GiB is written there for ten seconds and removed; several times for several"
     )
-    add("--store", type=Path, action="append", default=[], metavar="DIR_OR_DEVICE", help=text)
+    add("--store", type=path, action="append", default=[], metavar="DIR_OR_DEVICE", help=text)
     add("--no-measure", action="store_true", help="do not time the drives")
     add("--json", action="store_true", help="a JSON list of lines instead of a page")

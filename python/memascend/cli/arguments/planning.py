@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
 from memascend.cli.arguments.shared import DTYPE, DTYPES, MICRO_BATCH, TILE, add_adapters, add_durability, add_optimizer
-from memascend.cli.arguments.values import at_least_two, held_out, positive, positive_rate, size, size_or_auto, tile
+from memascend.cli.arguments.values import (
+    at_least_two,
+    held_out,
+    path,
+    positive,
+    positive_rate,
+    size,
+    size_or_auto,
+    tile,
+)
 from memascend.layout.bits import BITS
 from memascend.options import EXPERTS, POLICIES, UPDATES, OffloadOptions
 
@@ -25,7 +33,7 @@ def add_plan(subcommands: Any) -> None:
     )
     add = parser.add_argument
     text = "a Hugging Face model directory, the path of a config.json, or the id of a model on the hub (org/name)"
-    add("model", type=Path, metavar="MODEL", help=text)
+    add("model", type=path, metavar="MODEL", help=text)
     text = "the most host memory to use, such as 8GiB or 500MB; auto: that with which a run would begin here now"
     add("--host-memory", type=size_or_auto, metavar="SIZE", help=text)
     add("--seq-len", type=at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
@@ -56,7 +64,7 @@ def add_plan(subcommands: Any) -> None:
     text = "plan them over weights that `memascend finetune --base-bits` quantises"
     add("--base-bits", type=int, choices=BITS, help=text)
     text = "what will be trained on: its tokens are estimated, and the steps, hours and bytes of all are counted"
-    add("--data", type=Path, nargs="+", action="extend", metavar="PATH", help=text)
+    add("--data", type=path, nargs="+", action="extend", metavar="PATH", help=text)
     add("--epochs", type=positive, default=1, metavar="N", help="passes over --data (default: %(default)s)")
     text = "optimizer steps of the run, for what it writes in all (default: 1,000 are counted)"
     add("--steps", type=positive, metavar="N", help=text)
@@ -65,7 +73,7 @@ def add_plan(subcommands: Any) -> None:
     text = "show what more host memory would save, from the least budget to one that keeps everything"
     add("--curve", action="store_true", help=text)
     text = "where the store will be, measured by `memascend bench`; several times for several drives"
-    add("--store", type=Path, action="append", default=[], metavar="LOCATION", help=text)
+    add("--store", type=path, action="append", default=[], metavar="LOCATION", help=text)
     add("--ssd", type=positive_rate, metavar="X", help="bytes per second of the drives, read and written together")
     text = "show every consumer of memory and every kind of bytes too, as tables"
     add("--details", action="store_true", help=text)
@@ -80,7 +88,7 @@ def add_plan(subcommands: Any) -> None:
         'stand in for "auto" in its configuration; the section "memascend" there has the others.',
     )
     text = "the JSON file of DeepSpeed's configuration, for a plan of that instead of memascend's own"
-    deepspeed.add_argument("--deepspeed", type=Path, metavar="FILE", help=text)
+    deepspeed.add_argument("--deepspeed", type=path, metavar="FILE", help=text)
     gpu = parser.add_argument_group(
         "computing on a GPU",
         "Plans the GPU's memory too, and predicts the time of a step from the machine's rates, as `memascend\n"

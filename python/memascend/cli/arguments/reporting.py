@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.values import positive, positive_rate
+from memascend.cli.arguments.values import path, positive, positive_rate
 
 
 def add_report(subcommands: Any) -> None:
@@ -21,10 +21,10 @@ def add_report(subcommands: Any) -> None:
     )
     add = parser.add_argument
     text = "the model directory that `memascend finetune` writes or wrote, its store, or its metrics file"
-    add("run", type=Path, metavar="RUN", help=text)
+    add("run", type=path, metavar="RUN", help=text)
     text = "while the run goes on, write the page anew every N seconds, and have the browser read it anew"
     add("--refresh", type=positive, metavar="N", help=text)
     text = "the page; a report that is there is replaced (default: %(default)s)"
-    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help=text)
+    add("--out", type=path, default=Path("report.html"), metavar="FILE", help=text)
     text = "rated endurance of each drive in terabytes written (TBW), to show the share that the run has used"
     add("--tbw", type=positive_rate, metavar="TB", help=text)

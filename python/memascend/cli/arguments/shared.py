@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from memascend.cli.arguments.values import durability, positive, share
+from memascend.cli.arguments.values import durability, path, positive, share
 from memascend.optimizers import OPTIMIZERS
 from memascend.options import GRADIENTS, OffloadOptions
 
@@ -78,4 +77,4 @@ def add_adapters(add: Callable[..., Any]) -> None:
 def add_stores(parser: argparse.ArgumentParser) -> None:
     """Add the stores that a subcommand looks at."""
     text = "a directory or raw device of a store; the store's others are found from there"
-    parser.add_argument("store", type=Path, nargs="+", metavar="STORE", help=text)
+    parser.add_argument("store", type=path, nargs="+", metavar="STORE", help=text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
@@ -21,6 +20,7 @@ from memascend.cli.arguments.values import (
     at_least_two,
     count,
     held_out,
+    path,
     percentage,
     positive,
     positive_rate,
@@ -58,9 +58,9 @@ def add_finetune(subcommands: Any) -> None:
         epilog=EPILOG,
     )
     text = "a Hugging Face model directory, or the id of a model on the hub (org/name), which is downloaded"
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help=text)
+    parser.add_argument("model_dir", type=path, metavar="MODEL_DIR", help=text)
     text = "a YAML or JSON file of the options below, by their names without --; those of the command come first"
-    parser.add_argument("--options", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--options", type=path, metavar="FILE", help=text)
     text = (
         "sft trains on prompts with completions or conversations, pretrain on every token; dpo, kto, orpo, reward and "
         "classify are trainers of TRL and transformers, whose data are rows with columns (default: by the data, sft or "
@@ -79,7 +79,7 @@ def add_finetune(subcommands: Any) -> None:
         "directories of them (hidden and binary files are skipped), or data sets of the hub: org/name, org/name:split, "
         "org/name:configuration:split"
     )
-    add("--data", text, type=Path, nargs="+", action="extend", required=True, metavar="PATH")
+    add("--data", text, type=path, nargs="+", action="extend", required=True, metavar="PATH")
     text = (
         "for several --data, how often documents of each are taken beside those of the others: 2 1 takes those of the "
         "first twice an epoch (default: all once)"
@@ -91,21 +91,21 @@ def add_finetune(subcommands: Any) -> None:
     )
     add("--text-field", text, default="text", metavar="NAME")
     text = "a directory with the tokenizer, which OUT gets too (default: MODEL_DIR)"
-    add("--tokenizer", text, type=Path, metavar="DIR")
+    add("--tokenizer", text, type=path, metavar="DIR")
     add("--bytes", "train on the bytes of the text, one token each, without a tokenizer", action="store_true")
     add("--as-text", "train on every file of --data as the text that it is, JSON and CSV too", action="store_true")
     text = (
         "a directory on an SSD, or a raw device (see `memascend format`); several times for several SSDs. Over "
         "processes {rank} stands for the number of each"
     )
-    add("--store", text, type=Path, action="append", default=[], metavar="LOCATION")
+    add("--store", text, type=path, action="append", default=[], metavar="LOCATION")
     text = (
         "the most host memory to use, such as 8GiB or 500MB; auto follows what the machine and its memory cgroups "
         "leave, from step to step"
     )
     add("--host-memory", text, type=size_or_auto, metavar="SIZE")
     text = "the directory to write; must not exist yet, unless --resume goes on with the run that wrote it"
-    add("--out", text, type=Path, required=True, metavar="DIR")
+    add("--out", text, type=path, required=True, metavar="DIR")
     add("--keep-store", "leave the store's files when done", action="store_true")
     text = "delete the store of an earlier run that is there, which is refused otherwise"
     add("--replace-store", text, action="store_true")
@@ -123,7 +123,7 @@ def add_finetune(subcommands: Any) -> None:
     text = "of these checkpoints, keep the last K (default: all)"
     add("--keep-last", text, type=positive, metavar="K")
     text = "a JSON line for every step (default: metrics.jsonl in OUT)"
-    add("--metrics", text, type=Path, metavar="FILE")
+    add("--metrics", text, type=path, metavar="FILE")
     text = "train with the whole model in memory and the same arithmetic, without --store and --host-memory"
     add("--in-memory", text, action="store_true")
     text = "read quantised weights into the store in --dtype; without this a quantised MODEL_DIR is refused"
@@ -178,7 +178,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--lora-rank", text, type=positive, metavar="R")
     add_adapters(training.add_argument)
     text = "train the adapters in this directory of PEFT further, with their rank, targets and other options"
-    add("--adapter", text, type=Path, metavar="DIR")
+    add("--adapter", text, type=path, metavar="DIR")
     text = (
         "quantise the linear weights that adapters are trained over: 4 is NF4 with double quantisation, 8 is 8 bits; "
         "each use reads 3.9 or 2.0 times fewer bytes of them"
@@ -245,6 +245,6 @@ def add_demo(subcommands: Any) -> None:
         metavar="N",
         help="tokens per sequence (default: %(default)s)",
     )
-    add("--store", type=Path, metavar="DIR", help="where the store goes (default: beside the cached model)")
-    add("--out", type=Path, metavar="DIR", help="keep the fine-tuned model here (default: it is removed)")
+    add("--store", type=path, metavar="DIR", help="where the store goes (default: beside the cached model)")
+    add("--out", type=path, metavar="DIR", help="keep the fine-tuned model here (default: it is removed)")
     add("--no-compare", action="store_true", help="do not run two steps in memory for comparison")

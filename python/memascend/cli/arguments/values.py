@@ -17,6 +17,9 @@ from memascend.options import parse_durability
 #: A type of weights that only files of llama.cpp have, and the values of --dtype of an export.
 QUANTISED = "q8_0"
 WEIGHTS_DTYPES = ("bfloat16", "float16", "float32", QUANTISED)
+TEMPERATURE_MIN = 1e-3
+#: The most of a whole number: far more than any run has, and a seed for NumPy.
+WHOLE_MAX = (1 << 31) - 1
 
 
 def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
@@ -34,14 +37,40 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
     return parse
 
 
-positive = _number(int, lambda n: n >= 1, "a whole number of at least 1")
-at_least_two = _number(int, lambda n: n >= 2, "a whole number of at least 2")
-count = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+def _whole(least: int) -> Callable[[str], int]:
+    """Return an argparse type: a whole number from `least` to the most that every library takes for one."""
+    number = _number(int, lambda n: n >= least, f"a whole number of at least {least}")
+
+    def parse(text: str) -> int:
+        value: int = number(text)
+        if value > WHOLE_MAX:
+            raise argparse.ArgumentTypeError(f"{text} is too large: the most is {WHOLE_MAX:,}")
+        return value
+
+    return parse
+
+
+positive, at_least_two, count = _whole(1), _whole(2), _whole(0)
 duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
-positive_rate = _number(float, lambda x: x > 0 and math.isfinite(x), "a number above 0")
+positive_rate = _number(float, lambda x: 0 < x <= 1e30, "a number above 0, and at most 1e30")
 percentage = _number(float, lambda x: 0 <= x <= 100, "a percentage from 0 to 100")
 share = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 rate = _number(float, lambda x: x >= 0 and math.isfinite(x), "a number of at least 0")
+
+
+def path(text: str) -> Path:
+    """Return a path. An empty one is no name for the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path names nothing: is a variable of the shell not set?")
+    return Path(text)
+
+
+def temperature(text: str) -> float:
+    """Return a temperature of sampling, by which logits are divided; 0 takes the likeliest token."""
+    value: float = rate(text)
+    if 0 < value < TEMPERATURE_MIN:
+        raise argparse.ArgumentTypeError(f"{text} is too small to divide by: give 0, which takes the likeliest token")
+    return value
 
 
 def weights_dtype(text: str) -> str:
@@ -56,6 +85,7 @@ def weights_dtype(text: str) -> str:
 
 def held_out(text: str) -> float | Path:
     """Return a fraction of the documents, or a path."""
+    path(text)
     percentage = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", text)
     if percentage is not None and not Path(text).exists():
         if not 0 < float(percentage[1]) < 100:

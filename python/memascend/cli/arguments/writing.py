@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.values import QUANTISED, WEIGHTS_DTYPES, positive, size, weights_dtype
+from memascend.cli.arguments.values import QUANTISED, WEIGHTS_DTYPES, path, positive, size, weights_dtype
 
 
 def add_export(subcommands: Any) -> None:
@@ -24,8 +23,8 @@ def add_export(subcommands: Any) -> None:
         "a directory or raw device of a store; the store's others are found from there. Or a directory of adapters "
         "that `memascend finetune --lora-rank` or PEFT wrote, or, with --format gguf, a model directory"
     )
-    add("store", type=Path, nargs="+", metavar="SOURCE", help=text)
-    add("--out", type=Path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
+    add("store", type=path, nargs="+", metavar="SOURCE", help=text)
+    add("--out", type=path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
     text = (
         "huggingface: a model directory; gguf: model.gguf for llama.cpp with its tokenizer, and a Modelfile for "
         "Ollama; torch: a model directory, and optimizer.pt for torch.load; distributed: a checkpoint of "
@@ -38,7 +37,7 @@ def add_export(subcommands: Any) -> None:
     )
     add("--dtype", type=weights_dtype, metavar="|".join(WEIGHTS_DTYPES), help=text)
     text = "where the tokenizer is (default: in the model directory that the run was made from, if it is still there)"
-    add("--tokenizer", type=Path, metavar="DIR", help=text)
+    add("--tokenizer", type=path, metavar="DIR", help=text)
     add("--host-memory", type=size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
 
 
@@ -53,13 +52,13 @@ def add_merge(subcommands: Any) -> None:
     )
     add = parser.add_argument
     text = "a directory of adapters that `memascend finetune --lora-rank` or PEFT wrote, which names its model"
-    add("adapter", type=Path, metavar="ADAPTER", help=text)
+    add("adapter", type=path, metavar="ADAPTER", help=text)
     text = "the directory to write; must not exist yet. While it is written, a copy of the weights lies beside it"
-    add("--out", type=Path, required=True, metavar="OUT", help=text)
+    add("--out", type=path, required=True, metavar="OUT", help=text)
     dtypes = [name for name in WEIGHTS_DTYPES if name != QUANTISED]
     add("--dtype", choices=dtypes, help="of the weights written (default: as they are)")
     text = "where the tokenizer is (default: with the adapters, or with their model)"
-    add("--tokenizer", type=Path, metavar="DIR", help=text)
+    add("--tokenizer", type=path, metavar="DIR", help=text)
     add("--host-memory", type=size, metavar="SIZE", help="the most host memory to use (default: the least that works)")
 
 
@@ -75,7 +74,7 @@ def add_reshard(subcommands: Any) -> None:
     )
     add = parser.add_argument
     text = "the run's stores: each in its order, or with {rank} for its number, such as '/nvme{rank}/run'; or one store"
-    add("store", type=Path, nargs="+", metavar="STORE", help=text)
+    add("store", type=path, nargs="+", metavar="STORE", help=text)
     add("--ranks", type=positive, required=True, metavar="N", help="how many processes the run is to have")
     text = "directories for the new stores, one for each or with {rank} for its number; none may exist, unless empty"
-    add("--to", type=Path, nargs="+", required=True, metavar="NEW", help=text)
+    add("--to", type=path, nargs="+", required=True, metavar="NEW", help=text)

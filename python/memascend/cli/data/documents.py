@@ -156,7 +156,7 @@ class Documents:
             if splits := splits_of(path):
                 named = f"{', '.join(splits)}: name one, as {path / splits[0]}"
                 raise DataError(f"{self._option} {path} holds the splits {named}")
-            for folder, folders, files in os.walk(path):
+            for folder, folders, files in os.walk(path, onerror=self._skip_folder):
                 if self._add_dataset(Path(folder), named=Path(folder) == path):
                     folders.clear()
                     continue
@@ -167,6 +167,10 @@ class Documents:
                         self._add_file(file, named=False)
         else:
             raise DataError(f"{self._option} {path} is neither a file nor a directory")
+
+    def _skip_folder(self, error: OSError) -> None:
+        """Count a folder that cannot be listed among what was left out."""
+        self.skipped.add(f"folders that cannot be listed: {error.strerror}", Path(error.filename))
 
     def _add_hub(self, path: Path, source: HubData) -> None:
         """Index a data set of the hub, whose rows are put on disk."""

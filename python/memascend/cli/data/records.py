@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.cli.data.turns import listed, turns_of, with_system
+from memascend.cli.data.turns import listed, turns_of, with_system, with_texts
 from memascend.errors import first_line
 
 _TURNS = ("messages", "conversations", "conversation")
@@ -117,14 +117,21 @@ def read_record(fields: dict[str, Any], text_field: str) -> Record:
     for name in () if turns else _TURNS:
         turns = turns or turns_of(fields.get(name))
     if turns:
-        return Chat(with_system(turns, fields.get("system")), tools)
+        return Chat(_checked(with_system(turns, fields.get("system"))), tools)
     prompt, completion = fields.get("prompt"), fields.get("completion")
     asked, answered = turns_of(prompt), turns_of(completion)
     if asked and answered:
-        return Chat(asked + answered, tools, first=len(asked))
+        return Chat(_checked(asked + answered), tools, first=len(asked))
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
     return _instruction(fields, text_field)
+
+
+def _checked(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    try:
+        return with_texts(turns)
+    except ValueError as error:
+        raise NotARecord(f"{error}: write a text, or leave the record out", is_object=True) from error
 
 
 def _instruction(fields: dict[str, Any], text_field: str) -> Instruction:

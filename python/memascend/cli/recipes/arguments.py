@@ -48,12 +48,14 @@ def arguments_of(
     arguments_class: type, task: Task, settings: Settings, given: Mapping[str, Any], evaluates: bool
 ) -> Any:
     """Return the trainer's arguments. Raises DataError for one that it has not, or that the command sets."""
-    known = {one.name for one in fields(arguments_class) if one.init}
-    for name in given:
+    known = {one.name: one.default for one in fields(arguments_class) if one.init}
+    for name, value in given.items():
         if name in _SET_BY:
             raise DataError(f"--trainer-options {name} is what {_SET_BY[name]} says: give that")
         if name not in known:
             raise DataError(f"--trainer-options: {arguments_class.__name__} has no {name}{meant(name, known)}")
+        if isinstance(known[name], int | float) and not isinstance(value, int | float | None):
+            raise DataError(f"--trainer-options {name}={value} is no number, as its default {known[name]} is")
     optim, optim_args = _optimizer(settings)
     values: dict[str, Any] = {
         "output_dir": str(settings.out),

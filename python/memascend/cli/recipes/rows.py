@@ -35,11 +35,36 @@ def load_rows(flag: str, paths: Sequence[Path], task: Task) -> Any:
             )
         # In this order: sentence-transformers goes by it.
         wanted = [name for name in task.columns + task.others if name in rows.column_names]
-        parts.append(rows.select_columns(wanted))
+        rows = rows.select_columns(wanted)
+        _check_types(f"{flag} {path}", rows, task)
+        parts.append(rows)
     rows = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     if not len(rows):
         raise DataError(f"{flag} has no rows")
     return rows
+
+
+def _check_types(where: str, rows: Any, task: Task) -> None:
+    """Raise DataError for a column whose values the trainer would end in an error of its own for, steps later."""
+    for name, feature in rows.features.items():
+        kind = getattr(feature, "dtype", None)
+        lacking = rows.data.column(name).null_count
+        if lacking:
+            raise DataError(f"{where} has no {name} in {lacking} of {len(rows)} rows: fill them in, or leave them out")
+        if name == "label":
+            if task.name == "kto" and kind != "bool":
+                raise DataError(f"{where} has a label of {kind}: --task {task.name} takes true or false")
+        elif kind not in ("string", "large_string") and not _is_conversation(feature):
+            raise DataError(
+                f"{where} has a {name} that is no text in every row: --task {task.name} takes texts"
+                f"{'' if task.name in ('classify', 'embed') else ', or messages with role and content'}"
+            )
+
+
+def _is_conversation(feature: Any) -> bool:
+    """Return whether a column holds lists of messages."""
+    inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else None)
+    return isinstance(inner, dict) and {"role", "content"} <= inner.keys()
 
 
 def _read(flag: str, path: Path) -> Any:
@@ -48,6 +73,8 @@ def _read(flag: str, path: Path) -> Any:
     try:
         if path.is_dir():
             return _one_split(flag, path, datasets.load_from_disk(str(path)))
+        if path.is_file() and not path.stat().st_size:
+            raise DataError(f"{flag} {path} is empty: give a file with rows")
         if path.exists():
             reader = _READERS.get(path.suffix.lower())
             if reader is None:

@@ -24,7 +24,7 @@ from memascend.cli.recipes.record import Record, last_checkpoint, record_before
 from memascend.cli.recipes.rows import divided, load_rows
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import writing
-from memascend.errors import DataError, OutputError
+from memascend.errors import DataError, MemascendError, OutputError, first_line
 from memascend.formats.config import load_config
 from memascend.hardware.drives import is_device
 from memascend.options import REPLACE
@@ -90,7 +90,12 @@ def _run(
     if not settings.lora_rank:
         memascend.track(base, **{Record.NAME: record})
     trainer.add_callback(Course(settings, interrupts, record, changes))
-    return _train(task, settings, trainer, interrupts)
+    try:
+        return _train(task, settings, trainer, interrupts)
+    except ValueError as error:
+        if not given:  # Then it is no option that the trainer has refused, and the error is unexpected.
+            raise
+        raise _refusal(task, given, error) from error
 
 
 def _train(task: Task, settings: Settings, trainer: Any, interrupts: Interrupts) -> Outcome:
@@ -150,14 +155,25 @@ def _trainer(
         cleanup.callback(memascend.close, reference)
     with writing(settings.out):
         settings.out.mkdir(parents=True, exist_ok=True)
-    trainer = trainer_class(
-        str(settings.model_dir), args=arguments, train_dataset=rows, eval_dataset=held_out, **options
-    )
+    try:
+        trainer = trainer_class(
+            str(settings.model_dir), args=arguments, train_dataset=rows, eval_dataset=held_out, **options
+        )
+    except ValueError as error:
+        raise _refusal(task, given, error) from error
     if task.name == "embed":
         trainer.model.max_seq_length = settings.seq_len
         if trainer.model.tokenizer.pad_token is None:
             trainer.model.tokenizer.pad_token = trainer.model.tokenizer.eos_token
     return trainer
+
+
+def _refusal(task: Task, given: Mapping[str, Any], error: ValueError) -> Exception:
+    """Return the error that tells a user what a trainer has refused; an error of memascend as it is."""
+    if isinstance(error, MemascendError):
+        return error
+    options = f" with --trainer-options {' '.join(f'{name}={value}' for name, value in given.items())}" if given else ""
+    return DataError(f"--task {task.name}{options}: {first_line(error)}")
 
 
 def _ranking_loss() -> Any:

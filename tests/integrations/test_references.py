@@ -1,0 +1,208 @@
+"""References of DPO, KTO and GRPO over mixtures and quantised bases: the bits of TRL's trainers in memory."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import quantised_models
+import requirements
+import small_mixtures
+import torch
+from bit_equality import differing
+from chat_models import tokenizer
+from trainer_runs import logged, weights
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+import memascend
+from memascend.cli import main
+from memascend.integrations.transformers import TrainerMixin
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+datasets = requirements.package("trl", "datasets")
+trl = requirements.package("trl")
+peft = requirements.package("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PAIRS = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(3 * n)} for n in range(8)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "DPO": PAIRS,
+    "KTO": [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(8)],
+    "GRPO": [{"prompt": f"{n}+{n}="} for n in range(8)],
+}
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+OF_TRAINER: dict[str, dict[str, Any]] = {
+    "DPO": {"max_length": 32},
+    "KTO": {"max_length": 32},
+    "GRPO": {"beta": 0.1, "num_generations": 2, "max_completion_length": 4},
+}
+#: Bases whose weights are not those of a dense model in 16 bits, and how they are opened.
+BASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "mixtral": {},
+    "gpt_oss": {},
+    "fp8": {"dequantize": True},
+    "mxfp4": {"dequantize": True},
+}
+
+
+def directory_of(base: str, path: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if base == "fp8":
+            quantised_models.fp8(path, quantised_models.llama(vocab_size=128))
+        elif base == "mxfp4":
+            quantised_models.mxfp4(path, vocab_size=128)
+        else:
+            small_mixtures.build(base, vocab_size=128).save_pretrained(path)
+        tokenizer().save_pretrained(path)
+    return path
+
+
+def in_memory(base: str, source: Path) -> Any:
+    if base in ("fp8", "mxfp4"):
+        config = FineGrainedFP8Config(dequantize=True) if base == "fp8" else Mxfp4Config(dequantize=True)
+        return quantised_models.dequantised_by_transformers(source, config)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def trained(
+    cls: type, config: type, recipe: str, model: Any, folder: Path, options: dict[str, Any], **named: Any
+) -> Any:
+    arguments = config(str(folder), **ARGUMENTS | OF_TRAINER[recipe] | options)
+    if recipe == "GRPO":
+        named["reward_funcs"] = reward
+    rows = datasets.Dataset.from_list(ROWS[recipe])
+    trainer = cls(model, args=arguments, train_dataset=rows, processing_class=tokenizer(), **named)
+    trainer.train()
+    return trainer
+
+
+def classes(recipe: str) -> tuple[type, type, type, type]:
+    """Return our trainer and its arguments, and TRL's in memory."""
+    from memascend.integrations import trl as ours
+
+    theirs = type("InMemory", (TrainerMixin, getattr(trl, f"{recipe}Trainer")), {})
+    names = f"{recipe}Trainer", f"{recipe}Config"
+    return *(getattr(ours, name) for name in names), theirs, getattr(trl, names[1])
+
+
+def untimed(trainer: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in entry.items() if name != "step_time"} for entry in logged(trainer)]
+
+
+def adapters() -> Any:
+    return peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize("recipe", ["DPO", "KTO", pytest.param("GRPO", marks=SOAK)])
+@pytest.mark.parametrize("base", ["qwen3_moe", *(pytest.param(base, marks=SOAK) for base in list(BASES)[1:])])
+def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path: Path) -> None:
+    source = directory_of(base, tmp_path / "base")
+    trainer_class, config, theirs, their_config = classes(recipe)
+    expected = trained(
+        theirs, their_config, recipe, in_memory(base, source), tmp_path / "in memory", {}, peft_config=adapters()
+    )
+    options = {"host_memory": "128MiB", "frozen": "store"} | BASES[base]
+    trainer = trained(trainer_class, config, recipe, str(source), tmp_path / "out", options, peft_config=adapters())
+    assert untimed(trainer) == untimed(expected)
+    ours, wanted = (
+        {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+        for model in (trainer.model, expected.model)
+    )
+    assert wanted and not differing(ours, wanted)
+    memascend.close(trainer.model)
+
+
+@SOAK
+@pytest.mark.parametrize("frozen", ["files", "store", "published", "pieces"])
+@pytest.mark.parametrize("recipe", ["DPO", "KTO"])
+@pytest.mark.parametrize("base", ["qwen3_moe", "gpt_oss", "fp8", "mxfp4"])
+def test_a_second_model_is_the_reference(base: str, recipe: str, frozen: str, tmp_path: Path) -> None:
+    quantised = base in ("fp8", "mxfp4")
+    if (frozen == "published" and not quantised) or (frozen == "pieces" and quantised):
+        pytest.skip("there is no such form")
+    source = directory_of(base, tmp_path / "base")
+    how: dict[str, Any] = {
+        "files": {"frozen": "files"},
+        "store": {"frozen": "store"},
+        "published": {"frozen": "store", "frozen_bits": "published"},
+        "pieces": {"frozen": "store", "experts": "pieces"},
+    }[frozen]
+    trainer_class, config, theirs, their_config = classes(recipe)
+    expected = trained(
+        theirs,
+        their_config,
+        recipe,
+        in_memory(base, source),
+        tmp_path / "in memory",
+        {},
+        ref_model=in_memory(base, source),
+    )
+    (tmp_path / "reference").mkdir()
+    reference = memascend.from_pretrained(
+        source, store=tmp_path / "reference", host_memory="64MiB", **how | BASES[base]
+    )
+    options = {"host_memory": "128MiB"} | BASES[base]
+    trainer = trained(trainer_class, config, recipe, str(source), tmp_path / "out", options, ref_model=reference)
+    assert untimed(trainer) == untimed(expected)
+    assert not differing(weights(trainer.model), weights(expected.model))
+    memascend.close(trainer.model)
+    memascend.close(reference)
+
+
+@SOAK
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("recipe", ["DPO", "KTO"])
+@pytest.mark.parametrize("base", ["qwen3_moe", "fp8", "mxfp4"])
+def test_the_command_opens_the_reference(
+    base: str, recipe: str, lora: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = directory_of(base, tmp_path / "base")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[recipe]))
+    words = ["finetune", str(source), "--task", recipe.lower(), "--data", str(data), "--out", str(tmp_path / "out")]
+    words += ["--store", str(tmp_path / "store"), "--host-memory", "128MiB", "--steps", "2", "--batch-size", "2"]
+    words += ["--grad-accum", "2", "--lr", "1e-2", "--schedule", "constant", "--seq-len", "32", "--dtype", "bfloat16"]
+    words += ["--dequantize"] if BASES[base] else []
+    words += ["--lora-rank", "4"] if lora else []
+    assert main.main(words) == 0, capfd.readouterr().err
+    if lora:
+        assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+        return
+    _, _, theirs, their_config = classes(recipe)
+    whole = in_memory(base, source)
+    expected = trained(
+        theirs,
+        their_config,
+        recipe,
+        whole,
+        tmp_path / "in memory",
+        {"seed": 0, "weight_decay": 0.01},
+        ref_model=in_memory(base, source),
+    )
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert not differing(weights(written), weights(expected.model))
