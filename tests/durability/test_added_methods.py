@@ -1,6 +1,6 @@
 """Each method of PEFT, added after `memascend.offload`: its steps are durable and resumed to the bits of memory.
 
-`adapter_methods.json` says of each what comes out, and `docs/how-to/adapters.md` has the counts.
+`adapter_methods.json` has the outcome of each, and `docs/how-to/adapters.md` has the counts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def adapt(model: nn.Module, method: str) -> Any:
 
 
 class Loop:
-    """Training of what a method has added, from any step."""
+    """Training of the parameters that a method has added, from any step."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self.model = model

@@ -33,7 +33,7 @@ PATIENCE = 120
 def loop(_pipe: Any, room: Path, durability: str) -> None:
     """Run a loop of a program's own, which goes on where it was, with a checkpoint of its half.
 
-    Its products are those of the process that it is compared with: the fixture holds for that one alone.
+    It multiplies as the process that it is compared with does: the fixture holds for that one alone.
     """
     with float32_products.in_float32():
         _loop(room, durability)

@@ -152,7 +152,7 @@ def _plan(
 def _add_gradients(
     plan: Plan, units: Sequence[Unit], tensors: Sequence[StoreTensor], early: Sequence[StoreTensor]
 ) -> None:
-    """Add the gradients that stay in memory: small ones, those that ranks exchange, and those of updates under way."""
+    """Add the gradients that stay in memory: small ones, and gradients of exchanges and updates under way."""
     packed: dict[int, int] = {}
     for tensor in tensors:
         if tensor.packed and tensor.trained:
@@ -181,7 +181,7 @@ def _add_windows(plan: Plan, units: Sequence[Unit]) -> None:
 
 
 def _add_third_buffers(classes: Sequence[BufferClass], spare: int) -> int:
-    """Add a third buffer per repeated size, and return what is left of `spare`.
+    """Add a third buffer per repeated size, and return the rest of `spare`.
 
     It lets the next prefetch start before the last user is gone.
     """
@@ -193,7 +193,7 @@ def _add_third_buffers(classes: Sequence[BufferClass], spare: int) -> int:
 
 
 def _keep_units(plan: Plan, classes: Sequence[BufferClass], spare: int) -> int:
-    """Add buffers in which units stay from one use to the next, and return what is left of `spare`."""
+    """Add buffers in which units stay from one use to the next, and return the rest of `spare`."""
     for kind in classes:
         size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
         extra = min(len(kind.members) - kind.line.count, spare // size)
