@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     return tiny_models.llama_directory(tmp_path, hidden=64)
+
+
+#: Of a device and its surroundings.
+RATES = ("--dram", "1e9", "--pcie", "1e9", "--ssd", "1e9")
 
 
 def lines(capfd: pytest.CaptureFixture[str], model_dir: Path, *more: str) -> list[str]:
@@ -48,6 +53,12 @@ def test_a_plan_is_a_few_lines(
     assert any("%  --batch-size 8 --micro-batch-size 1 (8 times" in lever for lever in named), named
     assert "--details" in last
     assert "drives not counted" in lines(capfd, model_dir)[1]
+
+
+def test_rates_of_a_slow_processor_are_no_zeros(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(lines(capfd, model_dir, "--details", "--gpu", "8GiB", "--flops", "1e7", *RATES))
+    assert not re.search(r" 0(\.0+)? (TFLOP|tokens)/s", text)
+    assert "1e-05 TFLOP/s" in text
 
 
 def test_a_budget_that_follows_the_machine_is_planned_as_a_run_begins(

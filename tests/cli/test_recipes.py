@@ -258,7 +258,7 @@ def test_what_does_not_go_together_is_refused(
     [
         (lambda path: path.write_text('{"prompt": "a", "chosen": "b"}\n'), "has no column rejected"),
         (lambda path: path.write_text("{not json"), "cannot be read"),
-        (lambda path: path.write_text(""), "cannot be read"),
+        (lambda path: path.write_text(""), "is empty: give a file with rows"),
         (lambda path: path.unlink(), "no such file"),
     ],
     ids=["a column is missing", "no JSON", "empty", "absent"],

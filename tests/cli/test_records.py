@@ -127,9 +127,11 @@ def test_a_template_that_does_not_tell_who_says_what_is_refused(room: Path) -> N
     ):
         blocks_of(room, data, template=FORGETFUL)
     blocks_of(room, data, template=FORGETFUL, loss_on_all=True).close()
-    broken = lines(room, {"messages": [{"role": "user"}]})
     with pytest.raises(DataError, match="the chat template cannot render it: no content"):
-        blocks_of(room, broken, template="{{ raise_exception('no content') }}")
+        blocks_of(room, data, template="{{ raise_exception('no content') }}")
+    broken = lines(room, {"messages": [{"role": "user"}]})
+    with pytest.raises(DataError, match=r"line 1 has turn 1 \('user'\), whose content is missing: write a text"):
+        blocks_of(room, broken)
 
 
 @pytest.mark.parametrize("bos", [False, True])

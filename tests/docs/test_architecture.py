@@ -96,8 +96,10 @@ def is_there(name: str) -> bool:
         if not (found := [each for each in below if each.exists()]):
             break
         path, parts = found[0], parts[1:]
-    source = path if path.is_file() else path / ("library.py" if path == PACKAGE else "__init__.py")
-    return not parts or re.search(rf"\b{parts[0]}\b", source.read_text()) is not None
+    # The package has the names of its library, and that the names of the optimizers.
+    inside = [path / "library.py", path / "optim/__init__.py"] if path == PACKAGE else [path / "__init__.py"]
+    sources = [path] if path.is_file() else inside
+    return not parts or any(re.search(rf"\b{parts[0]}\b", source.read_text()) for source in sources)
 
 
 def test_the_targets_of_make_are_there() -> None:

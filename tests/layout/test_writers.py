@@ -10,7 +10,7 @@ from memascend.layout.parameter_state import Binding, GradientState, OptimizerSt
 
 #: The parts that a place leads to: the class of each, and the files or the folder that write it.
 PARTS = {
-    "gradient": (GradientState, {"gradients/in_backward.py", "gradients/capture.py", "gradients/reduce.py"}),
+    "gradient": (GradientState, {"gradients"}),
     "states": (OptimizerState, {"optim"}),
     "binding": (Binding, {"autograd/binding.py", "session/saved_weights.py"}),
 }

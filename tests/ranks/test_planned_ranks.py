@@ -99,7 +99,11 @@ def _plan(capfd: pytest.CaptureFixture[str], *more: str) -> Any:
     return json.loads(capfd.readouterr().out)
 
 
-def test_seconds_are_bytes_over_rates(capfd: pytest.CaptureFixture[str]) -> None:
+def test_seconds_are_bytes_over_rates(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where no drive was measured.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "step" not in _plan(capfd)
     found = _plan(capfd, "--network", "25e9", "--ssd", "5e9")
     network, ssd = (

@@ -211,7 +211,9 @@ def test_gradients_are_those_of_memory(
         assert grad is not None and of_memory is not None
         # The sign of a zero too.
         assert torch.equal(grad.clone().view(torch.int16), of_memory.view(torch.int16)), name
-    assert not caplog.records
+    # Notices of the second pass and of slow products may be there, none of experts.
+    others = ("micro_batch_size", "GFLOP/s")
+    assert all(any(word in record.getMessage() for word in others) for record in caplog.records)
 
 
 def test_a_part_that_is_used_otherwise_has_its_gradient(

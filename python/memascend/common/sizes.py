@@ -50,6 +50,11 @@ def format_rating(nbytes: float) -> str:
     return f"{nbytes / 10**12:g} TB" if nbytes >= 10**12 else format_decimal(nbytes)
 
 
+def format_figure(value: float) -> str:
+    """Write a figure with three digits, or as a whole number from 100 on: 0.434, 1,774."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def counted(number: int, noun: str) -> str:
     """Write a number of things, whose plural ends in s: 1 thread, 2,000 threads."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

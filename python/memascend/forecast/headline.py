@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import format_decimal, format_rating, format_size
+from memascend.common.sizes import format_decimal, format_figure, format_rating, format_size
 from memascend.forecast.endurance import USUAL_RATING_BYTES
 from memascend.forecast.experts import as_line
 
@@ -58,12 +58,13 @@ def _fit(prediction: Mapping[str, Any], free_bytes: int | None) -> str:
 
 
 def _seconds(step: Mapping[str, Any]) -> str:
-    least, most = step["floor_seconds"], step["sum_seconds"]
-    return f"{_rounded(least)} s" if most < 1.05 * least else f"{_rounded(least)} to {_rounded(most)} s"
+    return f"{_range(step['floor_seconds'], step['sum_seconds'])} s"
 
 
-def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _range(best: float, worst: float) -> str:
+    """Write both figures, the lower one first; the best alone where they differ by less than a twentieth."""
+    low, high = sorted((best, worst))
+    return format_figure(best) if high < 1.05 * low else f"{format_figure(low)} to {format_figure(high)}"
 
 
 def _step(prediction: Mapping[str, Any]) -> str:
@@ -77,8 +78,7 @@ def _step(prediction: Mapping[str, Any]) -> str:
     else:
         why = "give --network for its time" if "network" in prediction else "its time is not known for this model"
         return f"a step of {tokens:,} tokens: {why}"
-    low, high = (tokens / step[f"{name}_seconds"] for name in ("sum", "floor"))
-    rate = f"{_rounded(high)} tokens/s" if high < 1.05 * low else f"{_rounded(low)} to {_rounded(high)} tokens/s"
+    rate = f"{_range(tokens / step['floor_seconds'], tokens / step['sum_seconds'])} tokens/s"
     text = f"a step of {tokens:,} tokens: {_seconds(step)} {where}, {rate}; bound by {step['bound_by']}"
     if not any(resource["resource"] == "ssd" for resource in step["resources"]):
         text += "; drives not counted (`memascend bench DIR` measures them, --store DIR names them)"
@@ -105,5 +105,4 @@ def _run(prediction: Mapping[str, Any]) -> str:
 
 def _time(least: float, most: float) -> str:
     unit, size = next((unit, size) for unit, size, begin in UNITS if least >= begin)
-    low, high = least / size, most / size
-    return f"{_rounded(low)} {unit}" if most < 1.05 * least else f"{_rounded(low)} to {_rounded(high)} {unit}"
+    return f"{_range(least / size, most / size)} {unit}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import format_decimal, format_rating, format_size
+from memascend.common.sizes import format_decimal, format_figure, format_rating, format_size
 from memascend.forecast.kinds import KINDS
 from memascend.forecast.total_memory import MemoryTotal
 
@@ -197,7 +197,8 @@ def _step_table(step: Mapping[str, Any], title: str = "Time of an optimizer step
     rows = []
     for resource in step["resources"]:
         if resource["resource"] == "flops":
-            amount, rate = f"{resource['amount'] / 1e12:.1f} TFLOP", f"{resource['per_second'] / 1e12:.1f} TFLOP/s"
+            amount = f"{resource['amount'] / 1e12:.1f} TFLOP"
+            rate = f"{format_figure(resource['per_second'] / 1e12)} TFLOP/s"
         else:
             amount, rate = format_size(resource["amount"]), f"{resource['per_second'] / 1e9:.2f} GB/s"
         rows.append([resource["name"], amount, rate, f"{resource['seconds']:.2f}", resource["source"]])
@@ -206,7 +207,7 @@ def _step_table(step: Mapping[str, Any], title: str = "Time of an optimizer step
     times = "" if step["next"] is None else f": {step['times_the_next']:.1f} times the seconds of {step['next']}"
     return (
         _table(title, ["resource", "amount", "rate", "seconds", "from"], rows)
-        + f"\n  bound by {step['bound_by']}{times}; at most {step['tokens_per_second_at_most']:,.0f} tokens/s"
+        + f"\n  bound by {step['bound_by']}{times}; at most {format_figure(step['tokens_per_second_at_most'])} tokens/s"
     )
 
 
