@@ -95,31 +95,22 @@ impl ExternalFile {
     /// If `window` is smaller than a block.
     pub fn read(&self, offset: u64, target: &mut [u8], window: &mut [u8]) -> Result<()> {
         assert!(window.len() >= BLOCK_BYTES, "a window of {} bytes", window.len());
-        if offset.checked_add(target.len() as u64).is_none_or(|end| end > self.bytes) {
-            return Err(self.changed());
-        }
+        self.check_range(offset, target.len())?;
         let mut done = 0;
-        let in_blocks = self.direct || self.sums.is_some();
         while done < target.len() {
-            let (position, left) = (offset + done as u64, target.len() - done);
-            let shift = if in_blocks { (position % BLOCK_BYTES as u64) as usize } else { 0 };
-            let read = if in_blocks {
-                let bytes = (shift + left)
-                    .next_multiple_of(BLOCK_BYTES)
-                    .min(window.len() / BLOCK_BYTES * BLOCK_BYTES);
-                let read = self.read_at(position - shift as u64, &mut window[..bytes])?;
-                self.compare(position - shift as u64, &window[..read])?
+            let (position, left) = (offset + done as u64, &mut target[done..]);
+            done += if self.in_blocks() {
+                let room =
+                    window.len() / BLOCK_BYTES * BLOCK_BYTES - (position % BLOCK_BYTES as u64) as usize;
+                let count = room.min(left.len());
+                left[..count].copy_from_slice(self.fill(position, count, window)?);
+                count
             } else {
-                self.read_at(position, &mut target[done..])?
+                match self.read_at(position, left)? {
+                    0 => return Err(self.changed()),
+                    read => read,
+                }
             };
-            if read <= shift {
-                return Err(self.changed());
-            }
-            let new_bytes = (read - shift).min(left);
-            if in_blocks {
-                target[done..done + new_bytes].copy_from_slice(&window[shift..shift + new_bytes]);
-            }
-            done += new_bytes;
         }
         self.read_bytes.fetch_add(target.len() as u64, Ordering::Relaxed);
         // Checked last, so that a change during the read is noticed too.
@@ -135,27 +126,42 @@ impl ExternalFile {
     /// # Panics
     /// If the window is smaller than the blocks that have the bytes ([`blocks_of`](Self::blocks_of)).
     pub fn read_in_place<'a>(&self, offset: u64, bytes: usize, window: &'a mut [u8]) -> Result<&'a [u8]> {
+        self.check_range(offset, bytes)?;
+        let found = self.fill(offset, bytes, window)?;
+        self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        // Checked last, so that a change during the read is noticed too.
+        self.check()?;
+        Ok(found)
+    }
+
+    /// Whether reads are of blocks: direct ones, and those that are compared with sums of blocks.
+    fn in_blocks(&self) -> bool {
+        self.direct || self.sums.is_some()
+    }
+
+    /// Returns an error if the file is too short for `bytes` bytes at `offset`.
+    fn check_range(&self, offset: u64, bytes: usize) -> Result<()> {
+        let end = offset.checked_add(bytes as u64);
+        if end.is_none_or(|end| end > self.bytes) { Err(self.changed()) } else { Ok(()) }
+    }
+
+    /// Reads the blocks that have `bytes` bytes at `offset` into `window`, and returns the bytes there.
+    fn fill<'a>(&self, offset: u64, bytes: usize, window: &'a mut [u8]) -> Result<&'a [u8]> {
         let window = &mut window[..Self::blocks_of(offset, bytes)];
-        if offset.checked_add(bytes as u64).is_none_or(|end| end > self.bytes) {
-            return Err(self.changed());
-        }
         let shift = (offset % BLOCK_BYTES as u64) as usize;
         let mut done = 0;
         while bytes > 0 && done < shift + bytes {
             let position = offset - shift as u64 + done as u64;
             let read = self.read_at(position, &mut window[done..])?;
-            let read = self.compare(position, &window[done..done + read])?;
-            let end = done + read;
-            // A direct read goes on where a block begins.
-            let next = if self.direct && end < shift + bytes { end / BLOCK_BYTES * BLOCK_BYTES } else { end };
+            let end = done + self.compare(position, &window[done..done + read])?;
+            // The next read begins with a block.
+            let next =
+                if self.in_blocks() && end < shift + bytes { end / BLOCK_BYTES * BLOCK_BYTES } else { end };
             if next <= done {
                 return Err(self.changed());
             }
             done = next;
         }
-        self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        // Checked last, so that a change during the read is noticed too.
-        self.check()?;
         Ok(&window[shift..shift + bytes])
     }
 

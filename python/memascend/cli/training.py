@@ -292,7 +292,8 @@ class Training:
 
     def _note_notices(self, bar: Progress) -> None:
         """Print the store's notices, and the model's, that were not printed yet."""
-        for notice in stats_of(self._offloaded).get("notices", ()):
+        session = None if self._offloaded is None else find_offload(self._offloaded)
+        for notice in () if session is None else session.all_notices:
             if notice not in self._noted:
                 self._noted.add(notice)
                 bar.note(f"memascend: note: {notice}")

@@ -164,6 +164,11 @@ class Session:
         self.notices.append(notice)
         warn_of(notice)
 
+    @property
+    def all_notices(self) -> list[str]:
+        """The notices of the store and of the model, in this order."""
+        return self.runtime.notices + self.notices
+
     # ---- properties ---------------------------------------------------------------------------------------
 
     @property
@@ -310,7 +315,7 @@ class Session:
         stats["file_bytes_read"] = sum(file.bytes_read for file in self.files)
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
-        stats["notices"] = self.runtime.notices + self.notices
+        stats["notices"] = self.all_notices
         stats["generation"] = self.runtime.store.generation
         stats["seconds"] = self.timeline.seconds()
         stats["threads"] = threads_in_use(self.plan.update_threads)
