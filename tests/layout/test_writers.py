@@ -9,8 +9,9 @@ import memascend
 from memascend.layout.parameter_state import Binding, GradientState, OptimizerState
 
 #: The parts that a place leads to: the class of each, and the files or the folder that write it.
+CAPTURING = {f"gradients/{file}.py" for file in ("capture", "device_capture", "in_backward", "reduce")}
 PARTS = {
-    "gradient": (GradientState, {"gradients"}),
+    "gradient": (GradientState, CAPTURING),
     "states": (OptimizerState, {"optim"}),
     "binding": (Binding, {"autograd/binding.py", "session/saved_weights.py"}),
 }

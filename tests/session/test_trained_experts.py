@@ -211,9 +211,9 @@ def test_gradients_are_those_of_memory(
         assert grad is not None and of_memory is not None
         # The sign of a zero too.
         assert torch.equal(grad.clone().view(torch.int16), of_memory.view(torch.int16)), name
-    # Notices of the second pass and of slow products may be there, none of experts.
-    others = ("micro_batch_size", "GFLOP/s")
-    assert all(any(word in record.getMessage() for word in others) for record in caplog.records)
+    # The second pass has one notice, which names the option. A processor with slow products of bfloat16 has another.
+    said = [text for text in (record.getMessage() for record in caplog.records) if "GFLOP/s" not in text]
+    assert len(said) == 1 and "micro_batch_size=K" in said[0]
 
 
 def test_a_part_that_is_used_otherwise_has_its_gradient(
