@@ -311,7 +311,8 @@ def end_as_child(child: Callable[[dict], dict]) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a benchmark's main function and exit."""
+    """Run a benchmark's main function and exit. SIGTERM ends it as Ctrl-C does: its children and files go with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@
 //! - [`dequantise_e4m3`], [`dequantise_int8`], [`dequantise_bytes`], [`dequantise_four_bits`],
 //!   [`dequantise_two_bits`], [`dequantise_whole`], [`dequantise_fp16`]: quantised weights to bf16;
 //!   [`unpack_awq`] and [`unpack_gptq`] find the numbers in words, [`transpose`] is for matrices that
-//!   are stored so;
+//!   are stored so, and [`past_caches`] for writing them;
 //! - [`check_f32`], [`unscale_f32`] and their twins: the overflow check of any tensor, alone or
 //!   with unscaling;
 //! - [`check_overflow`]: the same over a list of tensors; [`step_host`]: a step of a tensor in host
@@ -33,6 +33,7 @@ mod fp16;
 mod gradient;
 mod overflow;
 mod overflow_check;
+mod past_caches;
 mod rules;
 mod split;
 mod step_host;
@@ -66,6 +67,7 @@ pub use overflow::{
     unscale_f32, unscale_f32_with,
 };
 pub use overflow_check::{CheckedOutcome, CheckedTensor, CheckedWork, check_overflow};
+pub use past_caches::{PastCaches, past_caches};
 pub use rules::{
     Algorithm, ChannelFactors, Moments, Plane, PlaneFormat, Rule, StepScalars, Weight, step, step_channels,
     step_channels_with, step_with,

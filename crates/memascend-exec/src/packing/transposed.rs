@@ -5,31 +5,40 @@
 
 use std::ops::Range;
 
-use memascend_kernels::{Blocks, E2M1, First, dequantise_four_bits, power_of_two, transpose};
+use memascend_kernels::{
+    Blocks, E2M1, First, PastCaches, dequantise_four_bits, past_caches, power_of_two, transpose,
+};
 use memascend_store::ExternalFile;
 
 use super::Stored;
 use super::places::{Need, Target, Window};
 use crate::Result;
 
-/// Rows, and columns, of a tile at most.
-pub(super) const TILE: usize = 64;
+/// Rows of a tile at most: its columns are written as so many elements, some lines of the caches.
+const TILE_ROWS: usize = 128;
+/// Rows of a tile whose columns are written as a line.
+const LINE_ROWS: usize = 32;
+/// Columns of a tile at most.
+pub(super) const TILE_COLUMNS: usize = 64;
+/// Elements of a tile at most.
+pub(super) const TILE: usize = TILE_ROWS * TILE_COLUMNS;
 
 /// The values of a tile by rows, and by columns.
 pub(super) struct Tile {
-    pub(super) values: [u16; TILE * TILE],
-    transposed: [u16; TILE * TILE],
+    pub(super) values: [u16; TILE],
+    transposed: [u16; TILE],
 }
 
 impl Tile {
     pub(super) fn new() -> Self {
-        Self { values: [0; TILE * TILE], transposed: [0; TILE * TILE] }
+        Self { values: [0; TILE], transposed: [0; TILE] }
     }
 
     /// Writes the values, which are of `rows` and `columns` of a matrix of `height` rows, to the columns of the matrix,
     /// whose elements begin with number `first` of `target`.
     pub(super) fn write(
         &mut self,
+        copies: &mut PastCaches,
         target: &mut Target,
         first: usize,
         height: usize,
@@ -40,28 +49,28 @@ impl Tile {
         let transposed = &mut self.transposed[..elements];
         transpose(transposed, &self.values[..elements], columns.len());
         for (column, values) in columns.zip(transposed.chunks_exact(rows.len())) {
-            let target = target.slice(first + column * height + rows.start, rows.len());
-            match (target.as_chunks_mut::<TILE>().0, values.as_chunks::<TILE>().0) {
-                // Of a known length, which needs no call.
-                ([target], [values]) => *target = *values,
-                _ => target.copy_from_slice(values),
-            }
+            copies.copy(target.slice(first + column * height + rows.start, rows.len()), values);
         }
     }
 }
 
-/// The parts of a range that a tile has room for.
-pub(super) fn tiles(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range.step_by(TILE).map(move |at| at..(at + TILE).min(end))
+/// The tiles of a strip of a matrix of `width` columns, as rows and columns.
+pub(super) fn tiles(strip: Range<usize>, width: usize) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+    let parts = |range: Range<usize>, most: usize| {
+        let end = range.end;
+        range.step_by(most).map(move |at| at..(at + most).min(end))
+    };
+    parts(0..width, TILE_COLUMNS)
+        .flat_map(move |columns| parts(strip.clone(), TILE_ROWS).map(move |rows| (rows, columns.clone())))
 }
 
-/// The most rows, of `rows`, that `fits` says there is room for: whole tiles if it can be, else whole groups of `least`.
+/// The most rows, of `rows`, that `fits` says there is room for: whole tiles if it can be, else whole lines of the caches,
+/// else whole groups of `least`.
 pub(super) fn strip_rows(rows: usize, least: usize, fits: impl Fn(usize) -> bool) -> usize {
     let largest = |step: usize| {
         (1..=rows.div_ceil(step)).map(|count| count * step).take_while(|&rows| fits(rows)).last()
     };
-    largest(TILE).or_else(|| largest(least)).unwrap_or(least)
+    [TILE_ROWS, LINE_ROWS.max(least), least].into_iter().find_map(largest).unwrap_or(least)
 }
 
 /// The matrix of each expert as it is stored: `rows` rows of `width` numbers.
@@ -75,9 +84,10 @@ pub struct Mxfp4 {
     pub scales: Stored,
 }
 
-/// Elements of MXFP4 that share a power of two, and such blocks of a tile's row.
+/// Elements of MXFP4 that share a power of two, and such blocks of a tile.
 const BLOCK: usize = 32;
 const TILE_BLOCKS: usize = TILE / BLOCK;
+const BLOCK_BYTES: usize = BLOCK / 2;
 
 impl Mxfp4 {
     /// Bytes of a row's numbers, and of its powers of two.
@@ -127,16 +137,20 @@ impl Mxfp4 {
         let mut window = Window::new(window);
         let packed = window.read(file, position + (row * numbers) as u64, strip.len() * numbers)?;
         let exponents = self.scales.read(row * powers, strip.len() * powers, &mut window)?;
-        let (mut tile, mut bytes, mut scales) =
-            (Tile::new(), [0; TILE * TILE / 2], [0f32; TILE * TILE_BLOCKS]);
+        let (mut tile, mut bytes, mut scales) = (Tile::new(), [0; TILE / 2], [0f32; TILE_BLOCKS]);
         let first = matrix * self.rows * self.width;
-        for columns in tiles(0..self.width) {
-            let (of_row, blocks) = (columns.len() / 2, columns.len() / BLOCK);
-            for rows in tiles(strip.clone()) {
+        past_caches(|copies| {
+            for (rows, columns) in tiles(strip, self.width) {
+                let (of_row, blocks) = (columns.len() / 2, columns.len() / BLOCK);
                 for (at, row) in rows.clone().enumerate() {
                     let row = row - top;
-                    bytes[at * of_row..][..of_row]
-                        .copy_from_slice(&packed[row * numbers + columns.start / 2..][..of_row]);
+                    let packed = &packed[row * numbers + columns.start / 2..][..of_row];
+                    let bytes = &mut bytes[at * of_row..][..of_row];
+                    for (bytes, packed) in
+                        bytes.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(packed.as_chunks().0)
+                    {
+                        *bytes = *packed;
+                    }
                     let exponents = &exponents[row * powers + columns.start / BLOCK..][..blocks];
                     let scales = &mut scales[at * blocks..][..blocks];
                     scales.iter_mut().zip(exponents).for_each(|(scale, &e)| *scale = power_of_two(e));
@@ -145,9 +159,9 @@ impl Mxfp4 {
                 let values = &mut tile.values[..count * columns.len()];
                 let blocks = Blocks { elements: BLOCK, scales: &scales[..blocks] };
                 dequantise_four_bits(values, &bytes[..count * of_row], First::Low, &E2M1, blocks, None);
-                tile.write(target, first, self.rows, rows, columns.clone());
+                tile.write(copies, target, first, self.rows, rows, columns);
             }
-        }
+        });
         Ok(())
     }
 }

@@ -4,13 +4,13 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, Weak};
 
-use memascend_kernels::{dequantise_fp16, unpack_awq, unpack_gptq};
+use memascend_kernels::{dequantise_fp16, past_caches, unpack_awq, unpack_gptq};
 use memascend_mem::LockExt;
 use memascend_store::ExternalFile;
 
 use super::Stored;
 use super::places::{Need, Target, Window};
-use super::transposed::{TILE, Tile, strip_rows, tiles};
+use super::transposed::{TILE, TILE_COLUMNS, Tile, strip_rows, tiles};
 use crate::{FILE_WINDOW_BYTES, Result};
 
 /// Which numbers share a word.
@@ -180,16 +180,16 @@ impl Words {
             (_, Some(indexed)) => Beside::Indexed(indexed),
             (Groups::Index { .. }, None) => unreachable!("read above"),
         };
-        let (mut tile, mut numbers) = (Tile::new(), [0; TILE * TILE]);
-        for columns in tiles(0..self.width) {
-            for rows in tiles(strip.clone()) {
+        let (mut tile, mut numbers) = (Tile::new(), [0; TILE]);
+        past_caches(|copies| {
+            for (rows, columns) in tiles(strip.clone(), self.width) {
                 let numbers = &mut numbers[..rows.len() * columns.len()];
                 let words = &words[(rows.start - strip.start) / of_word * stride..];
                 self.unpack(numbers, columns.clone(), words, stride);
                 self.dequantise(&mut tile, rows.clone(), columns.clone(), numbers, &beside);
-                tile.write(target, 0, self.rows, rows, columns.clone());
+                tile.write(copies, target, 0, self.rows, rows, columns);
             }
-        }
+        });
         Ok(())
     }
 
@@ -212,7 +212,7 @@ impl Words {
         numbers: &[u8],
         beside: &Beside<'_>,
     ) {
-        let (mut zeros, mut scales) = ([0; TILE], [0; TILE]);
+        let (mut zeros, mut scales) = ([0; TILE_COLUMNS], [0; TILE_COLUMNS]);
         let width = columns.len();
         let mut at = rows.start;
         while at < rows.end {
