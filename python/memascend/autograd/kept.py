@@ -1,6 +1,6 @@
 """Saved tensors of recomputed layers that stay in memory, where the plan leaves room: they are not computed again.
 
-The kept tensors are a cache of the results of a recomputation. They may be dropped at any time before the backward pass,
+Kept tensors are a cache of the results of a recomputation. They may be dropped at any time before the backward pass,
 and then the layer is computed again; so results do not depend on the room. The room bounds the bytes at every instant.
 All saved tensors of the call that is being made are held beside it: as much as a recomputation holds.
 

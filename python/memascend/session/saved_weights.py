@@ -64,7 +64,7 @@ class _Saved:
 
 
 class SavedNames:
-    """Packs what autograd saves in a pass: names of weights instead of views of them, and other tensors unchanged."""
+    """Packs saved tensors of a pass: names of weights instead of views of them, and other tensors unchanged."""
 
     def __init__(self, holder: Holder, absent: Mapping[int, ParameterEntry]) -> None:
         """Name the weights of a session.
@@ -79,7 +79,7 @@ class SavedNames:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> _SavedWeight | _Saved:
-        """Return a weight's name, or what keeps another tensor."""
+        """Return a weight's name, or an object that keeps another tensor."""
         if tensor.device == self._device and tensor.layout is torch.strided and has_memory(tensor):
             with raw_tensor_access():
                 address = tensor.untyped_storage().data_ptr()
