@@ -71,6 +71,9 @@ class MemascendRun:
             "engine": stats["engine"],
             "direct_io": stats["direct_io"],
             "notices": stats["notices"],
+            "layers_kept": stats["layers_kept"],
+            "layers_recomputed": stats["layers_recomputed"],
+            "activation_bytes_kept_peak": stats["activation_bytes_kept_peak"],
         }
 
 

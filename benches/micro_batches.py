@@ -38,6 +38,8 @@ PEER = "zero-infinity"
 MOVED_MOST, FORECAST_OFF = 1.05, 0.03
 #: By how much of the least number's peak a peak may grow beside what the plan says.
 PEAK_GROWTH = 0.1
+#: Counters of the run, of calls of layers whose activations stayed in memory and that were computed again.
+KEPT = ("layers_kept", "layers_recomputed", "activation_bytes_kept_peak")
 
 
 # --- the child: one system, one number of micro-batches ---
@@ -89,7 +91,8 @@ def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) 
     moved = forecast(Path(model_dir), seq_len=args.tokens, **options, **work)
     parts = [moved["ssd_traffic"]["planned"][direction] for direction in ("read", "written")]
     total = sum(part["total_bytes"] for part in parts)
-    memory = {"plan": moved["host_memory"]["total_bytes"], "pytorch": moved["pytorch"]["estimated_bytes"]}
+    held = moved["host_memory"]["total_bytes"] + moved["host_memory"]["kept_layers_bytes"]
+    memory = {"plan": held, "pytorch": moved["pytorch"]["estimated_bytes"]}
     return {"total": total, "without_activations": total - sum(part["activations_bytes"] for part in parts)} | memory
 
 
@@ -120,6 +123,7 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
         "written": statistics.mean(step["written"] for step in raw["steps"]),
         "peak_bytes": raw["peak_bytes"],
         "losses": [step["loss"] for step in raw["steps"]],
+        **{name: raw[name] for name in KEPT if name in raw},
     }
 
 
@@ -150,7 +154,7 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         rows.append(_row(entry, args.tokens, parameters))
     missed = _missed(entries) if args.check else []
     header = ["micro-batches", "", "step, s", "us a token", "GB a step", "bytes a parameter", "KB a token", "forecast"]
-    print("\n" + markdown([*header, "peak, GB", "planned"], rows))
+    print("\n" + markdown([*header, "peak, GB", "planned", "layers computed again"], rows))
     results = {
         "machine": machine(workdir),
         "model": args.model,
@@ -179,7 +183,15 @@ def _row(entry: dict, tokens: int, parameters: int) -> list[str]:
         f"{entry['forecast']['total'] / GB:.2f}" if "forecast" in entry else "",
         f"{entry['peak_bytes'] / GB:.2f}",
         f"{_planned_memory(entry) / GB:.2f}" if "forecast" in entry else "",
+        _computed_again(entry["runs"][-1]),
     ]
+
+
+def _computed_again(run: dict) -> str:
+    """Return how many calls of layers a run has computed again, of how many; "" of a system that does not count."""
+    if "layers_kept" not in run:
+        return ""
+    return f"{run['layers_recomputed']} of {run['layers_recomputed'] + run['layers_kept']}"
 
 
 def _planned_memory(entry: dict) -> int:

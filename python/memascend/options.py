@@ -102,7 +102,9 @@ class OffloadOptions:
     CUDA's own context (0.3 to 0.6 GiB). None is all that is free. `memascend.set_device_memory` changes it."""
     recompute: bool = field(default=True, metadata={"help": "recompute activations in the backward pass"})
     """Recompute the activations of the repeated layers in the backward pass: it computes their forward passes a second
-    time, and memory holds the activations of one layer at a time."""
+    time, and memory holds the activations of one layer at a time. Where `host_memory` has room beyond weights and
+    states, the activations of as many layers as fit stay there and are not computed again, with the same bits: in one
+    process on the CPU, from the second pass on. False keeps all activations, beside `host_memory`."""
     activations: Activations | None = field(default=None, metadata={"help": "where inputs of layers wait"})
     """Where the inputs of recomputed layers wait. "recompute": in place. "host": in host memory as far as `host_memory`
     has room, and else on the SSD. "ssd": on the SSD. None is "host" on the CPU and "recompute" on a device."""

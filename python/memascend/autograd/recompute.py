@@ -1,5 +1,7 @@
 """Recomputes a unit's activations in the backward pass. Its inputs wait in place, in host memory or on the SSD.
 
+Where host memory has room for the saved tensors of a call, they stay and are not computed again (`kept`).
+
 The scheme follows Chen et al. 2016 (arXiv 1604.06174), except that the graph of the first forward pass is kept and only
 its saved tensors are dropped, so that gradients flow to everything that the unit was called with. As in SSDTrain
 (Wu et al. 2024, arXiv 2408.10013), inputs are copied to the SSD while the device goes on computing, each of them once,
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memascend.autograd.buffers import BufferCopies, BufferState, version_of
+from memascend.autograd.kept import KeptTensor
 from memascend.autograd.kv_caches import CacheState, is_state
 from memascend.autograd.rng import RandomState
 from memascend.common.timeline import span
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend._memascend import Restore, Runtime, Stash
+    from memascend.autograd.kept import KeptActivations, KeptCall, Packing
     from memascend.common.timeline import Timeline
     from memascend.hardware.cuda import ComputeDevice
 
@@ -153,6 +157,8 @@ class InputStash:
 
     #: The device that the inputs are copied from, if they are not in host memory.
     device: ComputeDevice | None = None
+    #: The saved tensors that are kept, where some may be.
+    kept: KeptActivations | None = None
 
     def __init__(self, runtime: Runtime, policy: str, timeline: Timeline) -> None:
         """Copy inputs into `runtime`, by a `policy` of `memascend.options.POLICIES`."""
@@ -284,11 +290,18 @@ class Recomputation:
     """One call of a unit whose saved tensors are computed again when the backward pass asks for the first."""
 
     def __init__(
-        self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], stash: InputStash
+        self,
+        module: nn.Module,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        stash: InputStash,
+        packing: Packing | None = None,
     ) -> None:
         """Store everything that a second call of `function`, which runs `module`, needs.
 
-        These are its inputs, the module's buffers, random states and autocast settings.
+        These are its inputs, the module's buffers, random states and autocast settings. With a `packing`, saved tensors
+        may be kept as it packs them.
         """
         self.function = function
         self._name = f"a module of {type(module).__name__}"
@@ -307,26 +320,38 @@ class Recomputation:
             stash.device, [*self.buffers.generators, *generators], torch_only=self.buffers.checkpointed
         )
         self.autocast = autocast_of(stash.torch_device)
+        self._stash = stash
+        #: The saved tensors of this call, if they are kept or measured.
+        self._kept: KeptCall | None = None
+        # PyTorch's checkpointing, in whose place this one is, runs a layer twice: buffers and random numbers show it.
+        if stash.kept is not None and packing is not None and not self.buffers.checkpointed:
+            self._kept = stash.kept.call(packing, leaves, self.leaves)
         #: Shape and dtype of each tensor that the first forward saved.
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         #: Recomputed tensors, and the version of each when it was saved.
         self.values: dict[int, tuple[torch.Tensor, int | None]] = {}
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call the function. Keep its autograd graph, but none of the tensors that the graph saves."""
-        with torch.autograd.graph.saved_tensors_hooks(self._drop, self._recall):
+        """Call the function. Keep its autograd graph, and its saved tensors only if there is room for them."""
+        with torch.autograd.graph.saved_tensors_hooks(self._save, self._recall):
             result = self.function(*args, **kwargs)
+        if self._kept is not None:
+            self._kept.end()
         if self.cached and not self.keeps_caches:
             leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_state)
             self.caches.drop_new([leaves[index] for index in self.cached])
         return result
 
-    def _drop(self, tensor: torch.Tensor) -> int:
+    def _save(self, tensor: torch.Tensor) -> int | KeptTensor:
         self.saved.append((tensor.shape, tensor.dtype))
-        return len(self.saved) - 1
+        index = len(self.saved) - 1
+        return index if self._kept is None else self._kept.add(index, tensor)
 
-    def _recall(self, index: int) -> torch.Tensor:
+    def _recall(self, saved: int | KeptTensor) -> torch.Tensor:
+        index = saved.index if isinstance(saved, KeptTensor) else saved
         if index not in self.values:
+            if isinstance(saved, KeptTensor) and (kept := saved.value()) is not None:
+                return kept
             self._recompute()
         value, version = self.values.pop(index)
         refuse_overwritten(value, version)
@@ -336,6 +361,10 @@ class Recomputation:
         return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def _recompute(self) -> None:
+        if self._kept is not None:
+            self._kept.drop()
+        if self._stash.kept is not None:
+            self._stash.kept.calls_recomputed += 1
         if self._count_writes() != self._versions:
             raise MemascendError(
                 f"an input of {self._name} was changed in place by the module, or after its call, so that it cannot be "
@@ -376,6 +405,9 @@ class Recomputation:
                 f"recomputing {self._name} saved {len(values)} tensors where its first forward saved "
                 f"{len(self.saved)}, or tensors of other shapes: its forward is not deterministic; pass recompute=False"
             )
+        if self._kept is not None:  # The backward pass may have had some of them already.
+            wanted = self._kept.indices()
+            values = {index: value for index, value in values.items() if index in wanted}
         self.values = values
         _holding.add(self)
 

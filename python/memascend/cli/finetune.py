@@ -45,6 +45,7 @@ from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
+from memascend.forecast.activations import KeptLayers
 from memascend.forecast.total_memory import MemoryTotal, in_memory_bytes, longest_sequence, pytorch_memory
 from memascend.forecast.traffic import Workload, divided, projection_bytes
 from memascend.formats.config import limits, load_config
@@ -291,6 +292,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
     work.activations = settings.activations or ("host" if settings.device is None else "recompute")
     expected: dict[str, Any] = {}
+    kept_bytes = 0
     name = "model" if settings.in_memory else "planned"
     if settings.host_memory is not None:
         # A budget that follows the machine takes the rest; nothing is refused unless the least is too much.
@@ -305,6 +307,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
             options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
         held, name = plan.total + plan.freed_blocks_bytes, "at least" if automatic else name
+        kept_bytes = KeptLayers.of(plan, units, config, work).total_bytes
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])
             check_space(here, units, config, work)
@@ -323,6 +326,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     if settings.device is None:
         beside = estimated(work)
     whole = MemoryTotal.of(held + trained, beside, interpreter, name, distributed.processes_here())
+    whole = whole.with_activations(kept_bytes)
     note(f"host memory {whole.text()}")
     expected["host_memory"] = whole.as_dict()
     if whole.fits:

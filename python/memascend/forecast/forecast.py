@@ -18,6 +18,7 @@ from memascend.common.sizes import format_size
 from memascend.durability.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast import zero_infinity
+from memascend.forecast.activations import KeptLayers
 from memascend.forecast.curve import curve
 from memascend.forecast.endurance import endurance, savings
 from memascend.forecast.experts import compare as experts_compared
@@ -175,11 +176,19 @@ def forecast(
     space = ssd_space(units, config, work)
     if work.period:
         space["buffers"] = buffers_bytes(model)
+    kept_layers = KeptLayers.of(plan, units, config, work)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction: dict[str, Any] = {
         "model": model_part(path, config, model, units, dtype)
         | {"dtype_reason": dtype_reason, "base_bits": base_bits, "published": published},
-        "host_memory": memory_part(plan) | {"freed_blocks_bytes": plan.freed_blocks_bytes, "automatic": follows},
+        "host_memory": memory_part(plan)
+        | {
+            "freed_blocks_bytes": plan.freed_blocks_bytes,
+            "kept_layers": kept_layers.kept,
+            "kept_layers_of": kept_layers.calls,
+            "kept_layers_bytes": kept_layers.total_bytes,
+            "automatic": follows,
+        },
         "ssd_space": by_kind(space),
         "ssd_traffic": traffic_part(planned, least, units, work),
         "endurance": endurance(
@@ -208,7 +217,7 @@ def forecast(
         moved = {"network": prediction["network"]["busiest_bytes"], "ssd": planned.total}
         prediction["step"] = step_time(moved, {"network": network} | drives, tokens=work.step_tokens)
     elif gpu is None and processor is not None and Shape.of(config) is not None:
-        passes = amounts(model, units, config, work, planned)
+        passes = amounts(model, units, config, work, planned, kept_layers.share)
         if adapters_bytes is not None:  # The gradients of the weights are not made, which is a quarter of the products.
             passes |= {"flops": passes["flops"] * 3 // 4, "update": 3 * adapters_bytes}
         prediction["step"] = step_time(passes, {**processor} | drives, tokens=work.step_tokens)
@@ -225,6 +234,7 @@ def forecast(
         prediction["curve"] = curve(model, units, smallest, config, work, device_plan, seconds)
     held = adapters_bytes or 0
     whole = MemoryTotal.of(plan.total + plan.freed_blocks_bytes + held, beside, resident_memory())
+    whole = whole.with_activations(kept_layers.total_bytes)
     prediction["whole"] = whole.as_dict()
     if not whole.fits and gpu is None:
         prediction["fits_with"] = fitting_change(
@@ -355,7 +365,9 @@ def _gpu_part(
     }
 
 
-def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Workload, moved: Traffic) -> dict[str, int]:
+def amounts(
+    model: nn.Module, units: Sequence[Unit], config: Any, work: Workload, moved: Traffic, kept: float = 0.0
+) -> dict[str, int]:
     """Return the load of each of `step_time.RESOURCES` in an optimizer step: operations, or bytes.
 
     Weights and the inputs of layers that were put aside are copied to the GPU; the gradients of every pass, but for
@@ -365,6 +377,8 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Workload
     where it does not stay on the GPU. Accesses that the processor's caches may serve (copies of chunks, checksums) are
     not counted. The update's bytes stand by themselves, too: a few threads move fewer than memory has room for. Over
     ranks, sent and received bytes pass through host memory too, and the gradients of all ranks are read to be added.
+
+    A share `kept` of the layers is not computed again.
     """
     layers = sum(unit.repeated for unit in units)
     inputs = stash_bytes(units, config, work) * layers * work.grad_accum
@@ -378,7 +392,7 @@ def amounts(model: nn.Module, units: Sequence[Unit], config: Any, work: Workload
     update = weights + 2 * (weights + states)
     sums = 3 * (weights - moved.sums) * later
     passes = work.seq_len, work.batch_size, work.grad_accum
-    flops = step_flops(model, units, _shape(config), config, *passes, tiled=work.tiled)
+    flops = step_flops(model, units, _shape(config), config, *passes, tiled=work.tiled, kept=kept)
     passed = {"flops": flops, "ssd": ssd, "h2d": h2d, "d2h": d2h, "update": update}
     passed["dram"] = ssd + h2d + d2h + update + sums
     if work.ranks > 1:

@@ -43,8 +43,9 @@ def step_flops(
     batch_size: int,
     passes: int,
     tiled: bool = False,
+    kept: float = 0.0,
 ) -> int:
-    """Floating-point operations of an optimizer step with recomputed layers.
+    """Floating-point operations of an optimizer step with recomputed layers, but for a share of them that is `kept`.
 
     With N weights that a token is multiplied with and T tokens, 2 N T forward and 4 N T backward, and 2 N T more for
     recomputation: 8 N T for layers and for a head whose loss is in pieces, 6 N T for another head (Kaplan et al. 2020,
@@ -74,11 +75,10 @@ def step_flops(
                 again = unit.repeated or unit.is_head or unit.is_experts
                 multiplied[again] += place.numel * (share if _EXPERTS.search(place.name) else 1)
     tokens, layers = seq_len * batch_size * passes, sum(unit.repeated for unit in units)
-    attention = 4 * 2 * seq_len * shape.queries * layers
-    remade = 0.0
-    if tiled:
-        heads = sum(p.numel for unit in units if unit.is_head for p in unit.places)
-        remade = 2 * max(0.0, multiplied[True] - heads - layers * shape.attention_weights)
+    attention = (4 - kept) * 2 * seq_len * shape.queries * layers
+    of_layers = multiplied[True] - sum(p.numel for unit in units if unit.is_head for p in unit.places)
+    remade = 2 * max(0.0, of_layers - layers * shape.attention_weights) if tiled else 0.0
+    remade -= 2 * kept * of_layers
     return int(tokens * (8 * multiplied[True] + remade + 6 * multiplied[False] + attention))
 
 

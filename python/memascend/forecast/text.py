@@ -94,15 +94,22 @@ def _memory_table(title: str, plan: Mapping[str, Any], overlap: str, how: str = 
         [
             *([line["consumer"], *_count_and_sizes(line), line["note"]] for line in plan["lines"]),
             ["sum", "", "", format_size(plan["total_bytes"]), ""],
-            ["budget", "", "", format_size(plan["budget_bytes"]), _freed_blocks(plan.get("freed_blocks_bytes", 0))],
+            ["budget", "", "", format_size(plan["budget_bytes"]), _beside_lines(plan)],
             [overlap, "", "", format_size(plan["overlap_bytes"]), f"the next layer while one computes{how}"],
             ["least that works", "", "", format_size(plan["smallest_bytes"]), ""],
         ],
     )
 
 
-def _freed_blocks(nbytes: int) -> str:
-    return f"{format_size(nbytes)} of it for blocks that PyTorch frees: malloc keeps them" if nbytes else ""
+def _beside_lines(plan: Mapping[str, Any]) -> str:
+    """Say what the budget is left to beside all consumers."""
+    parts = []
+    if freed := plan.get("freed_blocks_bytes", 0):
+        parts.append(f"{format_size(freed)} of it for blocks that PyTorch frees: malloc keeps them")
+    if kept := plan.get("kept_layers", 0):
+        count, size = plan["kept_layers_of"], format_size(plan["kept_layers_bytes"])
+        parts.append(f"{size} for activations: {kept} of {count} calls of layers are not computed again")
+    return "; ".join(parts)
 
 
 def _count_and_sizes(line: Mapping[str, Any]) -> list[str]:

@@ -51,6 +51,10 @@ class MemoryTotal:
             bound += f", for each of {processes} processes"
         return MemoryTotal(held, pytorch, interpreter, left // processes + interpreter, bound, name)
 
+    def with_activations(self, kept_bytes: int) -> MemoryTotal:
+        """Return the same with activations that are kept: a run has them take at most half of what all else leaves."""
+        return replace(self, held=self.held + min(kept_bytes, max(0, self.available - self.total) // 2))
+
     @property
     def total(self) -> int:
         """The sum of the known parts."""

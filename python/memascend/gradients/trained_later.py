@@ -52,6 +52,9 @@ class PlannedSession(Protocol):
     def options(self) -> OffloadOptions:
         """The options that it was opened with."""
 
+    def plan_changed(self) -> None:
+        """Note that a consumer of host memory has been added."""
+
 
 class LaterRoom:
     """Makes room for the gradients of one session's tensors that were frozen when it was opened."""
@@ -107,6 +110,7 @@ class LaterRoom:
             number = runtime.gradients.create_later_gradient(dtype, numel, kept, True)
             tensor.gradient_outside = True
             plan.later = later_line(self._tensors())
+            session.plan_changed()
         else:
             number = runtime.gradients.create_later_gradient(dtype, numel, kept, False)
             if number is None:  # Other gradients are in all staging buffers: they can wait on the drives.

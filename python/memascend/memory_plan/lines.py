@@ -20,6 +20,8 @@ CHUNK_ELEMENTS_MIN = GRADIENT_BLOCK
 #: fourth of what is to spare, and last where everything is in memory.
 HEAP_BYTES = 256 * 2**20
 HEAP_SHARE = 4
+#: Less than this is not worth being left to activations.
+ACTIVATIONS_BYTES_MIN = 2**20
 
 
 @dataclass(slots=True)
@@ -113,6 +115,15 @@ class Plan:
     def freed_blocks_bytes(self) -> int:
         """Bytes of the budget that are left to freed blocks, beside all lines."""
         return HEAP_BYTES if self.retain_heap else 0
+
+    @property
+    def activations_bytes(self) -> int:
+        """Bytes of the budget that are left to activations of recomputed layers, beside all lines and freed blocks.
+
+        Those that fit are not computed again. Activations of a device are there.
+        """
+        left = self.budget - self.total - self.freed_blocks_bytes
+        return 0 if self.on_device or left < ACTIVATIONS_BYTES_MIN else left
 
     @property
     def arena(self) -> list[Line]:

@@ -6,11 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE
+from memascend.autograd.kept import KeptActivations
 from memascend.common.graphs import in_backward
 from memascend.common.interrupts import uninterrupted
 from memascend.common.notices import warn_of
 from memascend.common.sizes import format_size
 from memascend.errors import HostMemoryError, MemascendError
+from memascend.hardware import memory_limits
 from memascend.layout.units import round_up
 from memascend.memory_plan.auto_budget import resident_bytes
 from memascend.memory_plan.host import check_available, replan
@@ -53,6 +55,8 @@ class HostBudget:
         membership: Membership | OneProcess,
     ) -> None:
         """Begin with `plan`, which `runtime` and `streamer` were made from. A change waits for `copies`."""
+        #: The activations that are kept in what a plan leaves.
+        self.kept = KeptActivations(self._room_for_activations)
         self.plan = plan
         #: The ceiling in bytes.
         self.nbytes = plan.budget
@@ -75,6 +79,18 @@ class HostBudget:
         with self._streamer.turns.take("set_host_memory"):
             self._change_plan(plan)
         self.stop_following()
+
+    def _room_for_activations(self, held: int) -> int:
+        """Return the bytes that activations may take in a pass; `held` bytes are taken.
+
+        None over ranks: they would gather units in different orders, where one keeps a layer and another computes it
+        again. Half of the free memory is left to the rest of the step, where the budget is more than the machine has.
+        """
+        room = self.plan.activations_bytes
+        if not room or self._membership.divides:
+            return 0
+        left = min((bound.left - bound.reserve for bound in memory_limits.memory_bounds()), default=room)
+        return min(room, held + max(0, left) // 2)
 
     # ---- following the machine ------------------------------------------------------------------------------
 
@@ -163,7 +179,8 @@ class HostBudget:
         configure_malloc(plan)
 
     def _make_way(self, plan: Plan) -> None:
-        """Evict weights, gradients and states that `plan` has no room for."""
+        """Evict weights, gradients and states that `plan` has no room for, and drop activations."""
+        self.kept.limit(plan.activations_bytes)
         self._streamer.change_plan(plan)
         chunks = plan.staging.count + plan.staging_cache.count - STAGING_RESERVE
         with self._timeline.waiting("ssd_write"):

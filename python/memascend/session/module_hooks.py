@@ -31,7 +31,7 @@ from memascend.autograd.dispatch import check_transforms, refuse_other_optimizer
 from memascend.autograd.kv_caches import asks_for_cache, caches_as_checkpointed, check_caches
 from memascend.autograd.proxies import is_proxy
 from memascend.autograd.recompute import Recomputation
-from memascend.common.graphs import called_from_compiled, outside_of_graphs
+from memascend.common.graphs import called_from_compiled, in_backward, outside_of_graphs
 from memascend.common.meetings import meet_libraries
 from memascend.errors import FORKED, MemascendError, stale
 from memascend.hardware.cuda import explained
@@ -41,7 +41,7 @@ from memascend.session.copying import copy_of_module, refuse_copy
 from memascend.session.replaced import Replacements
 from memascend.session.resize_tables import resize
 from memascend.session.runtime import close_when_unused
-from memascend.session.saved_weights import saving_names, version_now
+from memascend.session.saved_weights import SavedNames, version_now
 from memascend.session.watched_parameters import WatchedParameters, guard
 from memascend.vocabulary.known import remember
 
@@ -79,6 +79,7 @@ class Hooks:
         self._replaced = Replacements(session, self._experts)
         #: Entries of parameters by the address of the tensor that an absent parameter holds.
         self._absent: dict[int, ParameterEntry] = {}
+        self._names = SavedNames(self, self._absent)
         self._casts = CastWeights(session.torch_device.type)
         #: Hooks of modules.
         self._handles: list[RemovableHandle] = []
@@ -256,7 +257,8 @@ class Hooks:
                 return result
 
             before = written()
-            result = Recomputation(module, run_unless_stepped, args, kwargs, session.inputs).run(args, kwargs)
+            names = self._names if session.in_pass else None
+            result = Recomputation(module, run_unless_stepped, args, kwargs, session.inputs, names).run(args, kwargs)
             if written() != before:
                 raise MemascendError(
                     f"the forward of {needed[0].name} has written to its own weights, so that it cannot be computed "
@@ -317,6 +319,8 @@ class Hooks:
                 self._watch_gradients()
                 self._say_accumulating()
                 session.commit_log.begin()
+                if not session.in_pass and not in_backward():
+                    session.host_budget.kept.begin()
             args, kwargs = session.site.moved((args, kwargs), remember if self._tables else None)
             # A cache that was not asked for would only hold activations in memory.
             caching = session.inputs.keeping_caches(asks_for_cache(args, kwargs))
@@ -370,7 +374,7 @@ class Hooks:
 
     def saving_names(self) -> AbstractContextManager[Any]:
         """Have autograd save names of weights instead of views of them, and other tensors unchanged."""
-        return saving_names(self, self._absent)
+        return self._names.saving()
 
 
 @contextmanager

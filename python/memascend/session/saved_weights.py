@@ -8,7 +8,7 @@ older than a step raises.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from memascend.layout.units import raw_tensor_access
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from memascend.layout.units import ParameterEntry
     from memascend.session.session import Session
@@ -62,44 +63,61 @@ class _Saved:
         self.version = version_of(tensor)
 
 
-def saving_names(holder: Holder, absent: Mapping[int, ParameterEntry]) -> AbstractContextManager[Any]:
-    """Have autograd save names of weights instead of views of them, and other tensors unchanged.
+class SavedNames:
+    """Packs saved tensors of a pass: names of weights instead of views of them, and other tensors unchanged."""
 
-    `absent` has the entries of parameters by the address of the tensor that each holds while it is absent.
-    """
-    streamer, device = holder.session.streamer, holder.session.torch_device
+    def __init__(self, holder: Holder, absent: Mapping[int, ParameterEntry]) -> None:
+        """Name the weights of a session.
 
-    def pack(tensor: torch.Tensor) -> _SavedWeight | _Saved:
-        if tensor.device == device and tensor.layout is torch.strided and has_memory(tensor):
+        `absent` has the entries of parameters by the address of the tensor that each holds while it is absent.
+        """
+        self._holder, self._absent = holder, absent
+        self._streamer, self._device = holder.session.streamer, holder.session.torch_device
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Have autograd save tensors so."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> _SavedWeight | _Saved:
+        """Return a weight's name, or an object that keeps another tensor."""
+        if tensor.device == self._device and tensor.layout is torch.strided and has_memory(tensor):
             with raw_tensor_access():
                 address = tensor.untyped_storage().data_ptr()
                 start = int(tensor.storage_offset()) * tensor.itemsize
-            unit = streamer.by_address.get(address)
+            unit = self._streamer.by_address.get(address)
             if unit is not None:
                 place = next(place for place in unit.places if place.offset <= start < place.offset + place.nbytes)
                 return _SavedWeight(place, tensor, start // tensor.itemsize)
-            if address in absent:
+            if address in self._absent:
                 # A custom Function saves a weight that nothing has read yet.
-                place = absent[address]
+                place = self._absent[address]
                 return _SavedWeight(place, torch.empty(place.shape, dtype=place.dtype, device="meta"), -1)
         return _Saved(tensor)
 
-    def unpack(saved: _SavedWeight | _Saved) -> torch.Tensor:
+    def unpack(self, saved: _SavedWeight | _Saved) -> torch.Tensor:
+        """Return the tensor that was saved. Raises RuntimeError or MemascendError where it was written to since."""
         if isinstance(saved, _Saved):
             refuse_overwritten(saved.tensor, saved.version)
             return saved.tensor
         place = saved.place
         if version_now(place) != saved.version:
             raise MemascendError(stale(place.name))
-        # By way of `holder`, so that the graph refers to it.
-        storage = holder.session.streamer.storage(place.tensor.unit).untyped_storage()
+        # By way of the holder, so that the graph refers to it.
+        streamer = self._holder.session.streamer
+        storage = streamer.storage(place.tensor.unit).untyped_storage()
         offset = place.offset // place.dtype.itemsize if saved.offset < 0 else saved.offset
-        empty = torch.empty(0, dtype=saved.dtype, device=device)
+        empty = torch.empty(0, dtype=saved.dtype, device=self._device)
         weights = empty.set_(storage, offset, saved.shape, saved.stride)
         streamer.free_whole(place.tensor.unit)
         return weights
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def tensor_of(self, saved: _SavedWeight | _Saved) -> torch.Tensor | None:
+        """Return the tensor that `saved` keeps alive; None for a name."""
+        return saved.tensor if isinstance(saved, _Saved) else None
+
+    def overwritten(self, saved: _SavedWeight | _Saved) -> bool:
+        """Return whether the tensor that `saved` keeps alive was written to since."""
+        return isinstance(saved, _Saved) and version_of(saved.tensor) != saved.version
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

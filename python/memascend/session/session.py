@@ -150,6 +150,7 @@ class Session:
         self.host_budget: HostBudget = HostBudget(
             plan, units, runtime, self.streamer, copies, self.timeline, membership
         )
+        self.inputs.kept = self.host_budget.kept
         self.slicing: Slicing | None = None
         if self.options.micro_batch_size is not None:
             self.slicing = Slicing(
@@ -296,6 +297,10 @@ class Session:
         """Return a unit's current bytes (uint8, of `unit.nbytes`). Call `flush` first: deferred updates are missing."""
         return self.streamer.read(unit)
 
+    def plan_changed(self) -> None:
+        """Note that a consumer of host memory has been added: drop activations that it leaves no room for."""
+        self.host_budget.kept.limit(self.plan.activations_bytes)
+
     def set_device_memory(self, budget: int) -> None:
         """Change the budget of device memory; see `memascend.set_device_memory`."""
         self.refuse_ranks("another budget of device memory", "give device_memory when it is offloaded or resumed")
@@ -315,6 +320,7 @@ class Session:
         stats["file_bytes_read"] = sum(file.bytes_read for file in self.files)
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
+        stats |= self.host_budget.kept.stats()
         stats["notices"] = self.all_notices
         stats["generation"] = self.runtime.store.generation
         stats["seconds"] = self.timeline.seconds()
