@@ -242,14 +242,21 @@ def main() -> None:
 
 
 def _copy_sources() -> None:
-    """Copy what cargo needs. Files that are the same keep their times, so that cargo builds only what has changed."""
+    """Copy what cargo needs, and leave files as they are whose text is the same: cargo builds only the others."""
     COPY.mkdir(parents=True, exist_ok=True)
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, COPY / name, dirs_exist_ok=True)
+            shutil.copytree(source, COPY / name, dirs_exist_ok=True, copy_function=_copy_if_other)
         elif source.exists():
-            shutil.copy2(source, COPY / name)
+            _copy_if_other(str(source), str(COPY / name))
+
+
+def _copy_if_other(source: str, copy: str) -> None:
+    """Copy a file, with the time of now: an earlier one would hide from cargo that a mutation is gone."""
+    content = Path(source).read_bytes()
+    if not Path(copy).is_file() or Path(copy).read_bytes() != content:
+        Path(copy).write_bytes(content)
 
 
 def _package(mutant: Mutant) -> str:
@@ -291,7 +298,8 @@ def _first_failure_of_program(words: list[str], folder: Path) -> str | None:
     """Run a program of tests until one fails; return that one, or None where all pass."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
     SCRATCH.mkdir()
-    environment = os.environ | {"TMPDIR": str(SCRATCH)}
+    # Property tests say that they fail only when they have looked for the smallest case.
+    environment = os.environ | {"TMPDIR": str(SCRATCH), "PROPTEST_MAX_SHRINK_ITERS": "0"}
     with subprocess.Popen(
         words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as running:
