@@ -1,26 +1,41 @@
 """Mutations of the code that makes a step durable: each has to fail the tests. `make mutants` runs it.
 
 A mutation leaves out one thing that only a power cut shows. The sources are copied to build/mutants, mutated one at a
-time, and their Rust tests run. Ends with 1 where a mutant lives, or where the text that it replaces is not there.
+time, and their Rust tests run until one fails. Ends with 1 where a mutant lives, where the text that it replaces is not
+there, and where a test fails without a mutation.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
 NVME, STORE = "memascend-nvme", "memascend-store"
 VOLUME, DEVICE = f"crates/{NVME}/src/volume", f"crates/{NVME}/src/block_device"
-#: Tests of the crates that a mutation has to fail.
+#: Tests of the crates that a mutation has to fail: cargo's words for the program, and those that it runs of them.
 TESTS = {
-    NVME: ("--lib", "--", "volume::", "block_device::notes::"),
-    STORE: ("--test", "power"),
+    NVME: (("--lib",), "volume::", "block_device::notes::"),
+    STORE: (("--lib", "--test", "power"),),
 }
+#: A mutation changes a line or two: the rest of its crate is not compiled again.
+ENVIRONMENT = os.environ | {"CARGO_PROFILE_CHECKED_INCREMENTAL": "true", "CARGO_PROFILE_CHECKED_CODEGEN_UNITS": "256"}
+#: Where tests that are ended leave their files.
+SCRATCH = COPY / "scratch"
+LIMIT_SECONDS = 3600
 #: Parts of the repository that cargo needs.
 SOURCES = ("Cargo.toml", "Cargo.lock", "crates", "rustfmt.toml", "README.md", "LICENSE")
 
@@ -154,6 +169,24 @@ MUTANTS = (
         "        let body",
     ),
     Mutant(
+        "bytes that a failed commit may have named are not overwritten",
+        "crates/memascend-store/src/commit.rs",
+        "                    table.doubt(generation);\n",
+        "                    table.release(generation, !self.in_place);\n",
+    ),
+    Mutant(
+        "a generation that is overwritten in place leaves the manifest first",
+        "crates/memascend-store/src/commit.rs",
+        "        self.members.iter().try_for_each(|member| member.clear_note())?;\n",
+        "",
+    ),
+    Mutant(
+        "a flush that has failed is remembered",
+        "crates/memascend-store/src/member.rs",
+        "            let _ = self.lost.set((path.clone(), source.raw_os_error().unwrap_or(libc::EIO)));\n",
+        "            let _ = (path, source);\n",
+    ),
+    Mutant(
         "nothing is committed where the store was replaced",
         f"{VOLUME}.rs",
         "        if directory.is_in_place(&self.file.file) {\n            return Ok(());\n        }\n"
@@ -175,8 +208,56 @@ MUTANTS = (
 )
 
 
-def lives(mutant: Mutant) -> bool:
-    """Return whether the tests pass with a mutation."""
+def main() -> None:
+    """Try every mutant, or those that have a word in their name: `python3 tests/mutants.py "device's note"`."""
+    words = sys.argv[1:]
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.missing for word in words)]
+    if not chosen:
+        sys.exit(f"no mutant is named by {' or '.join(map(repr, words))}")
+    _copy_sources()
+    living = 0
+    failed_of: dict[str, set[str]] = {NVME: set(), STORE: set()}
+    for mutant in chosen:
+        began = time.monotonic()
+        failed = _first_failure_of(mutant)
+        if failed is None:
+            living += 1
+        else:
+            failed_of[_package(mutant)].add(failed)
+        end = f"found by {failed}" if failed else "LIVES"
+        print(f"{end} in {time.monotonic() - began:.0f} s: not: {mutant.missing}", flush=True)
+    # A test that fails without a mutation has found none.
+    for package, tests in failed_of.items():
+        if tests and (failed := _first_failure(package, only=sorted(tests))):
+            sys.exit(f"{failed} fails without a mutation")
+    print(f"{len(chosen) - living} of {len(chosen)} mutants found")
+    sys.exit(bool(living))
+
+
+def _copy_sources() -> None:
+    """Copy what cargo needs, and leave files as they are whose text is the same: cargo builds only the others."""
+    COPY.mkdir(parents=True, exist_ok=True)
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, COPY / name, dirs_exist_ok=True, copy_function=_copy_if_other)
+        elif source.exists():
+            _copy_if_other(str(source), str(COPY / name))
+
+
+def _copy_if_other(source: str, copy: str) -> None:
+    """Copy a file, with the time of now: an earlier one would hide from cargo that a mutation is gone."""
+    content = Path(source).read_bytes()
+    if not Path(copy).is_file() or Path(copy).read_bytes() != content:
+        Path(copy).write_bytes(content)
+
+
+def _package(mutant: Mutant) -> str:
+    return STORE if STORE in mutant.file else NVME
+
+
+def _first_failure_of(mutant: Mutant) -> str | None:
+    """Return the test that a mutation fails, or None where all pass."""
     file = COPY / mutant.file
     original = file.read_text()
     if original.count(mutant.text) != 1:
@@ -184,33 +265,60 @@ def lives(mutant: Mutant) -> bool:
             f"{mutant.file} has the text of the mutant 'not: {mutant.missing}' {original.count(mutant.text)} times"
         )
     file.write_text(original.replace(mutant.text, mutant.replacement))
-    package = STORE if STORE in mutant.file else NVME
-    command = ["cargo", "test", "--profile", "checked", "--quiet", "--package", package, *TESTS[package]]
     try:
-        tested = subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=False)
+        return _first_failure(_package(mutant))
     finally:
         file.write_text(original)
-    if tested.returncode and "test result: FAILED" not in tested.stdout:
-        sys.exit(f"the mutant 'not: {mutant.missing}' does not compile:\n{tested.stderr[-2000:]}")
-    return tested.returncode == 0
 
 
-def main() -> None:
-    """Try every mutant."""
-    COPY.mkdir(parents=True, exist_ok=True)
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, COPY / name, dirs_exist_ok=True)
-        elif source.exists():
-            shutil.copy2(source, COPY / name)
-    living = []
-    for mutant in MUTANTS:
-        alive = lives(mutant)
-        print(f"{'LIVES' if alive else 'found'}: not: {mutant.missing}", flush=True)
-        living += [mutant.missing] * alive
-    print(f"{len(MUTANTS) - len(living)} of {len(MUTANTS)} mutants found")
-    sys.exit(bool(living))
+def _first_failure(package: str, *, only: Sequence[str] = ()) -> str | None:
+    """Build the tests of a package as its sources are; return the first that fails, or None where all pass.
+
+    With `only`, these tests alone are run.
+    """
+    target, *chosen = TESTS[package]
+    if only:
+        chosen = [*only, "--exact"]
+    build = ["cargo", "test", "--profile", "checked", "--package", package, *target, "--no-run"]
+    built = subprocess.run(
+        [*build, "--message-format=json"], cwd=COPY, capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    if built.returncode:
+        sys.exit(f"{package} does not compile:\n{built.stderr[-2000:]}")
+    messages = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
+    programs = [message["executable"] for message in messages if message.get("executable")]
+    assert programs, f"cargo has built no tests of {package}"
+    failures = (_first_failure_of_program([program, *chosen], COPY / "crates" / package) for program in programs)
+    return next((failure for failure in failures if failure), None)
+
+
+def _first_failure_of_program(words: list[str], folder: Path) -> str | None:
+    """Run a program of tests until one fails; return that one, or None where all pass."""
+    shutil.rmtree(SCRATCH, ignore_errors=True)
+    SCRATCH.mkdir()
+    # Property tests say that they fail only when they have looked for the smallest case. A short test does not wait for
+    # longer ones.
+    at_once = {"PROPTEST_MAX_SHRINK_ITERS": "0", "RUST_TEST_THREADS": "8"}
+    environment = os.environ | at_once | {"TMPDIR": str(SCRATCH)}
+    with subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as running:
+        assert running.stdout is not None
+        # A mutant that goes round for ever is noticed too.
+        limit = threading.Timer(LIMIT_SECONDS, running.kill)
+        limit.daemon = True
+        limit.start()
+        failed = None
+        for line in running.stdout:
+            # The others would not change the answer.
+            if failed := re.fullmatch(r"test (\S+)( - should panic)? \.\.\. FAILED\n", line):
+                running.kill()
+                break
+        limit.cancel()
+    if failed:
+        return failed[1]
+    # A test that ends its process has not printed a line of its own.
+    return f"the program, which ended with {running.returncode}," if running.returncode else None
 
 
 if __name__ == "__main__":

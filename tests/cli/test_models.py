@@ -68,6 +68,14 @@ def test_links_of_hugging_faces_cache_are_followed(
     (snapshot / "tokenizer_more.json").symlink_to("../../blobs/beef")
     assert copied(snapshot, tmp_path / "out") == {"vocab.txt": "words"}
     assert capfd.readouterr().err.count("was not copied") == 3
+    # A model in a subfolder of its repository; what lies beside it there is no file of this model.
+    (snapshot / "sub").mkdir()
+    (snapshot / "sub" / "vocab.txt").symlink_to("../../../blobs/f00d")
+    (snapshot / "sub" / "merges.txt").symlink_to(secret)
+    (snapshot / "notes.txt").write_text("of the folder above")
+    (snapshot / "sub" / "vocab_above.txt").symlink_to("../notes.txt")
+    assert copied(snapshot / "sub", tmp_path / "of sub") == {"vocab.txt": "words"}
+    assert capfd.readouterr().err.count("was not copied") == 2
     # The same layout under other names is no cache, so that nothing is taken from beside a model.
     os.rename(repository, tmp_path / "plain")
     assert copied(tmp_path / "plain" / "snapshots" / "0a1b", tmp_path / "again") == {}

@@ -107,8 +107,10 @@ def _copy(folder: Path, patterns: Sequence[str], out: Path, tell: Callable[[str]
 
 
 def _where_links_may_lead(model_dir: Path) -> list[Path]:
-    """Return the directory itself and, of a snapshot in Hugging Face's cache, where its repository keeps the files."""
+    """Return the directory itself and, within a snapshot of Hugging Face's cache, where its repository has files."""
     folder = model_dir.resolve()
-    repository = folder.parent.parent
-    cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
-    return [folder, repository / "blobs"] if cached else [folder]
+    for snapshot in (folder, *folder.parents):  # A model may lie in a subfolder of its repository.
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return [folder, repository / "blobs"]
+    return [folder]
