@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+# Allocations of PyTorch's products are counted.
+pytestmark = pytest.mark.own_products
 WIDTHS = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 4}
 WIDTHS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 MOE = WIDTHS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 200}
