@@ -135,14 +135,14 @@ def test_layers_on_slices_hold_the_activations_of_one(name: str, offloaded: Call
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_tiles_hold_the_intermediate_tensors_of_one(name: str, offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model(name, **CONFIGS[name] | {"vocab_size": 64})  # without a loss that takes more
-    work = Workload(2048, 1, 1, tile_tokens=256)
+    work = Workload(1024, 1, 1, tile_tokens=128)
     torch.manual_seed(0)
-    model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), tile_tokens=256)
+    model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), tile_tokens=128)
     measure(model, work)  # with the trials
     model.zero_grad()
     found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
     assert_near(found, measure(model, work))
-    whole = simulate_step(config, Path(), torch.float32, Workload(2048, 1, 1), in_memory=False)
+    whole = simulate_step(config, Path(), torch.float32, Workload(1024, 1, 1), in_memory=False)
     assert found is not None and whole is not None and found.backward < 0.7 * whole.backward
 
 

@@ -333,7 +333,7 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
 
 
 def _refusals_of_place(args: Any, session: Session) -> Iterator[str]:
-    """Yield what of the processes and devices of the arguments is not that of the model."""
+    """Yield the processes and devices of the arguments that do not fit the model."""
     if args.n_gpu > 1 or (args.world_size > 1 and args.device.type != "cpu"):
         yield (
             "one process trains on one GPU, and several on CPUs: start one process, and show it one GPU "
