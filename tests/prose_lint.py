@@ -12,7 +12,8 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,9 +76,8 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the comments and docstrings of a source file, each with its first line's number."""
     text = path.read_text()
     if path.suffix in (".py", ".pyi"):
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string.lstrip("#: ")
+        for number, comment in comments(text):
+            yield number, comment.lstrip("#: ")
         for node, docstring in docstrings(text):
             yield node.lineno, docstring
         return
@@ -86,9 +86,41 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
             yield number, match[1] or match[2] or ""
 
 
+@lru_cache(maxsize=1)
+def _nodes(text: str) -> list[ast.AST]:
+    """Return the nodes of a Python source; the last one is asked for several times."""
+    return list(ast.walk(ast.parse(text)))
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments in a Python source, each with its line's number."""
+    strings = defaultdict[int, list[tuple[int, int]]](list)
+    long = []
+    for node in _nodes(text):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)):
+            if node.lineno == node.end_lineno:
+                strings[node.lineno].append((node.col_offset, node.end_col_offset or 0))
+            else:
+                long.append(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = text.split("\n")
+    signs = {number for number, line in enumerate(lines, 1) if "#" in line}
+    if any(number in signs for lines_of in long for number in lines_of):
+        # A docstring with such a sign, or a comment between parts of a string: the slow way tells which.
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        yield from ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+        return
+    for number in sorted(signs):
+        line = lines[number - 1].encode()
+        at = line.find(b"#")
+        while any(first <= at < end for first, end in strings[number]):
+            at = line.find(b"#", at + 1)
+        if at >= 0:
+            yield number, line[at:].decode()
+
+
 def docstrings(text: str) -> Iterator[tuple[ast.AST, str]]:
     """Yield the docstrings in a Python source, each with the node of the string."""
-    for node in ast.walk(ast.parse(text)):
+    for node in _nodes(text):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if docstring := ast.get_docstring(node):
@@ -102,7 +134,7 @@ def without_imperative(path: Path) -> Iterator[tuple[int, str]]:
     """
     if path.suffix != ".py":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path.read_text()):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
             continue
         docstring = ast.get_docstring(node)

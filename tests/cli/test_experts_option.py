@@ -36,10 +36,7 @@ requirements.package("peft")
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # by PEFT
-    pytest.mark.usefixtures("products_in_float32"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 RUN: dict[str, Any] = {"lora_rank": 4, "steps": 3, "lr": 1e-2}
 CONFIG: dict[str, Any] = {
     "vocab_size": 258,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("products_in_float32")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS, BEFORE = 4, 2
 TWO = ["q_proj", "v_proj"]

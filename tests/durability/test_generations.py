@@ -21,8 +21,6 @@ from memascend._memascend import ClosedStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
-
 
 def copied(store: Path, copy: Path) -> None:
     """Copy the drive's files. The manifest first: its extents are not written over meanwhile."""

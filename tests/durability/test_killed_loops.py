@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import faults
-import float32_products
 import pytest
 import torch
 from durable_run import LEAST, Run, build, go_on, same
@@ -23,7 +22,6 @@ from memascend._memascend import ClosedStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 KILLS = int(os.environ.get("MEMASCEND_KILLS", "4"))
 STEPS = 10
 #: A run that is not killed counts as hung after so many seconds.
@@ -31,15 +29,7 @@ PATIENCE = 120
 
 
 def loop(_pipe: Any, room: Path, durability: str) -> None:
-    """Run a loop of a program's own, which goes on where it was, with a checkpoint of its half.
-
-    It multiplies as the process that it is compared with does: the fixture holds for that one alone.
-    """
-    with float32_products.in_float32():
-        _loop(room, durability)
-
-
-def _loop(room: Path, durability: str) -> None:
+    """Run a loop of a program's own, which goes on where it was, with a checkpoint of its half."""
     store, result = room / "store", room / "result"
     options: dict[str, Any] = {"durability": durability, "keep_store": True}
     if memascend.can_resume(store):

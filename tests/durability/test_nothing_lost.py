@@ -22,8 +22,6 @@ import memascend
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
-
 
 class Small(nn.Module):
     """A model of two layers that is quick on every processor."""

@@ -18,7 +18,6 @@ from memascend.errors import DefectError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 BINDINGS = Path(__file__).resolve().parents[2] / "crates" / "memascend-py" / "src"
 #: No unit and no byte of one has such a number.
 NOWHERE = 1 << 40

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Bytes moved do not depend on digits.
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 SMALL = LlamaConfig(
     architectures=["LlamaForCausalLM"],

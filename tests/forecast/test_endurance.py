@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     import torch
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 LLAMA_8B = Path(__file__).parents[2] / "benches" / "configs" / "llama-3.1-8b.json"
 SMALL = LlamaConfig(
     architectures=["LlamaForCausalLM"],

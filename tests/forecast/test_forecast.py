@@ -18,7 +18,6 @@ from memascend.memory_plan.lines import Line
 from memascend.optim import NAMED
 
 # Bytes moved do not depend on digits.
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 
 @pytest.mark.parametrize("name", MODELS)

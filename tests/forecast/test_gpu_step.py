@@ -15,7 +15,6 @@ from memascend.hardware.gpu import Rate
 from memascend.layout.units import partition
 
 # Bytes moved do not depend on digits.
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 RATES = {
     "flops": Rate(1e12, "given"),

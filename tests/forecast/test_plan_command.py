@@ -12,7 +12,6 @@ from memascend.cli import main
 from memascend.forecast.forecast import forecast
 
 # Bytes moved do not depend on digits.
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 
 def test_the_tables_show_every_part(tmp_path, capfd):

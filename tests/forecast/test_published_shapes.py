@@ -12,7 +12,6 @@ from memascend.forecast.kinds import KINDS
 from memascend.hardware.gpu import Rate
 
 # Bytes moved do not depend on digits.
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 CONFIGS = sorted((Path(__file__).parents[2] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+# Allocations of PyTorch's products are counted.
+pytestmark = pytest.mark.own_products
 WIDTHS = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 4}
 WIDTHS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 MOE = WIDTHS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 200}
@@ -133,14 +135,14 @@ def test_layers_on_slices_hold_the_activations_of_one(name: str, offloaded: Call
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_tiles_hold_the_intermediate_tensors_of_one(name: str, offloaded: Callable[..., nn.Module]) -> None:
     config = AutoConfig.for_model(name, **CONFIGS[name] | {"vocab_size": 64})  # without a loss that takes more
-    work = Workload(2048, 1, 1, tile_tokens=256)
+    work = Workload(1024, 1, 1, tile_tokens=128)
     torch.manual_seed(0)
-    model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), tile_tokens=256)
+    model = offloaded(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), tile_tokens=128)
     measure(model, work)  # with the trials
     model.zero_grad()
     found = simulate_step(config, Path(), torch.float32, work, in_memory=False)
     assert_near(found, measure(model, work))
-    whole = simulate_step(config, Path(), torch.float32, Workload(2048, 1, 1), in_memory=False)
+    whole = simulate_step(config, Path(), torch.float32, Workload(1024, 1, 1), in_memory=False)
     assert found is not None and whole is not None and found.backward < 0.7 * whole.backward
 
 

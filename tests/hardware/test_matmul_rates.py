@@ -21,6 +21,7 @@ from memascend.hardware import matmul_rates
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.own_products
 #: With these, PyTorch multiplies bfloat16 as on a processor without AVX-512.
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 KINDS = {"ours": Accelerator, "plain": accelerate.Accelerator}
 BF16 = {"mixed_precision": "bf16"}
 

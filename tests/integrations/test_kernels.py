@@ -68,7 +68,6 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 # ---- attention ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("products_in_float32")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("first", ["offload", "choose"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 pytestmark = [
-    pytest.mark.usefixtures("products_in_float32"),
     # Warnings of Lightning for every small run: no workers, no data to validate on, a directory that is there.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),

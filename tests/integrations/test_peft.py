@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers with bias:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm:UserWarning"),
-    pytest.mark.usefixtures("products_in_float32"),
 ]
 TWO = ["q_proj", "v_proj"]
 CAUSAL = {"task_type": "CAUSAL_LM"}

@@ -26,7 +26,6 @@ pytestmark = [
     # PEFT 0.21 looks for the fused experts' ranks among modules.
     pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match:RuntimeWarning"),
-    pytest.mark.usefixtures("products_in_float32"),
 ]
 STEPS = 3
 

@@ -273,11 +273,10 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
             [sys.executable, "-P", *words], capture_output=True, text=True, cwd=room, preexec_fn=enter
         )
 
-    def finetune(group: Path, host_memory: str) -> subprocess.CompletedProcess[str]:
-        words = ["-m", "memascend", "finetune", str(large_model), "--data", "text.txt", "--store", "store"]
-        words += ["--host-memory", host_memory, "--out", "out", "--steps", "1", "--seq-len", str(TOKENS)]
-        words += ["--dtype", "bfloat16", "--bytes"]
-        return run(words, group)
+    def finetune(host_memory: str) -> list[str]:
+        words = ["finetune", str(large_model), "--data", "text.txt", "--store", "store", "--host-memory", host_memory]
+        words += ["--out", "out", "--steps", "1", "--seq-len", str(TOKENS), "--dtype", "bfloat16", "--bytes"]
+        return words
 
     # Memory of the interpreter and its libraries that the kernel cannot take back.
     script = "import torch, memascend.cli.finetune; from transformers import LlamaForCausalLM;"
@@ -289,19 +288,23 @@ def test_a_cgroup_below_the_plan(memory_cgroup: Callable[[int], Path], large_mod
     script += "left, right = left.bfloat16(), right.bfloat16(); open('/proc/self/clear_refs', 'w').write('5');"
     script += "before = of('VmHWM'); product = left.t() @ right; print(of('VmHWM') - before - product.nbytes)"
     baseline, beside = map(int, run(["-c", script]).stdout.split())
-    limit = baseline + 3 * MATRIX + MATRIX // 2
-    group = memory_cgroup(limit)
+    left = 3 * MATRIX + MATRIX // 2
 
+    # A group counts of a forked process only the memory that is allocated in it.
+    group = memory_cgroup(left)
     before = sorted(path.name for path in room.rglob("*"))
-    refused = finetune(group, "1GiB")
+    entering = "import os, sys; open(sys.argv.pop(1), 'w').write(str(os.getpid()));"
+    entering += "from memascend.cli import main; main.run()"
+    refused = forked.run(["-P", "-c", entering, group / "cgroup.procs", *finetune("1GiB")], cwd=room)
     assert refused.returncode == 2, refused.stderr
     told = [line for line in refused.stderr.splitlines() if line.startswith("memascend: error: ")]
     assert len(told) == 1 and "Traceback" not in refused.stderr, refused.stderr
     assert f"{group.name} allows " in told[0] and "--host-memory" in told[0]
     assert sorted(path.name for path in room.rglob("*")) == before
 
-    # The same limit, with room for PyTorch, holds a plan that fits, and the whole run besides.
-    done = finetune(memory_cgroup(limit + max(0, beside)), f"{MATRIX + 64 * MIB}B")
+    # As much beside the interpreter, with room for PyTorch, holds a plan that fits, and the whole run besides.
+    words = ["-m", "memascend", *finetune(f"{MATRIX + 64 * MIB}B")]
+    done = run(words, memory_cgroup(baseline + left + max(0, beside)))
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
     assert (room / "out" / "model.safetensors").stat().st_size > 2 * MATRIX
     assert not list((room / "store").iterdir())

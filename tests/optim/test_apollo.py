@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 TALL, BROAD = (48, 20), (20, 48)
 GAMMA = 1.01

@@ -17,7 +17,7 @@ from memascend._memascend import ForTests, Projection
 
 apollo_torch = pytest.importorskip("apollo_torch")
 
-pytestmark = [pytest.mark.usefixtures("products_in_float32"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 RANK, GAP, STEPS = 8, 10, 60
 VARIANTS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import float32_products
 import pytest
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ SIXTEEN_BITS = ("bf16", "bf16-no-master")
 TOKENS, TRAINING_STEPS, PEAK_LR = 64, 250, 5e-3
 
 
-@float32_products.in_float32()  # only optimizers are compared
 def trained(dtype: torch.dtype, **options: Any) -> float:
     """Train a small language model and return its loss on unseen text."""
     generator = torch.Generator().manual_seed(7)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 HALF, FULL = torch.bfloat16, torch.float32
 #: By name: the optimizer, its options, and the dtype of the model.

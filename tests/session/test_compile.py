@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# Dynamo asks every tensor for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    # Dynamo asks every tensor for its gradient.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # Compiled code calls kernels that tests do not replace.
+    pytest.mark.own_products,
+]
 STEPS = 2
 LAYERS = 3
 

@@ -19,7 +19,6 @@ import memascend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 # ---- drives -------------------------------------------------------------------------------------------------
 

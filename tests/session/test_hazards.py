@@ -14,7 +14,6 @@ import memascend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 # ---- absent parameters --------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import float32_products
 import pytest
 import requirements
 import tiny_models
@@ -107,6 +108,7 @@ def main(store: str) -> None:
         return memascend.offload(model, store=store, allocator="pageable", **options)
 
     torch.set_num_threads(1)
+    float32_products.install()
     check(offloaded, patch, frozen=False)
     print("same")
 

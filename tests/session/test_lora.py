@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Attributes that PEFT reads of transformers' models are deprecated there.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.usefixtures("products_in_float32"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 STEPS = 3
 
 

@@ -27,7 +27,6 @@ from memascend._memascend import ClosedStore, format_device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 # ---- processes ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 AMPLE = "200MiB"
 #: The modules that start to train before each step, and those that are frozen again.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 MIB = 1 << 20
 #: Room for a model of these tests with everything in memory, malloc's blocks included; and for little beyond the least.

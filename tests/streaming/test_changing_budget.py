@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 #: How often the budget changes in the longest test.
 CHANGES = int(os.environ.get("MEMASCEND_CHANGES", "24"))

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import fake_cuda
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 #: How often the budgets change in the longest test.
 CHANGES = int(os.environ.get("MEMASCEND_CHANGES", "24"))

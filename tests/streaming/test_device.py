@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 #: Where inputs are put aside, the seed of the streams' order, and how many questions a copy survives.
 RUNS = [("recompute", 0, 7), ("host", 1, 0), ("host", 2, 7), ("ssd", 3, 0), ("ssd", 4, 7)]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import fake_cuda
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 #: Backward passes of each step: the step before predicts them, rightly or wrongly.
 PASSES = (3, 3, 1, 4, 2, 2)

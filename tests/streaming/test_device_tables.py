@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memascend.streaming.blocks import BlockSource
     from memascend.streaming.device_buffers import Buffer
 
-pytestmark = pytest.mark.usefixtures("products_in_float32", "small_tables")
+pytestmark = pytest.mark.usefixtures("small_tables")
 
 
 def units_of(model: nn.Module, fused_loss: bool | str = "auto") -> list[Unit]:

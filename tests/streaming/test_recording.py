@@ -15,8 +15,6 @@ from memascend.session.api import offload_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
-
 
 @pytest.mark.parametrize("engine", ["ring", "threads"])
 def test_every_request_flush_and_kernel_is_recorded(tmp_path: Path, engine: str) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 STEPS = 5
 

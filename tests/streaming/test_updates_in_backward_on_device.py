@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     import fake_cuda
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 STEPS = 5
 

@@ -408,6 +408,7 @@ def preload() -> None:
     """Import and prepare the needs of every run."""
     import cpuinfo
     import deepspeed
+    import float32_products
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     with contextlib.suppress(ImportError):
@@ -419,6 +420,8 @@ def preload() -> None:
     for name in ("deepspeed.module_inject", "deepspeed.runtime.zero.stage3", "memascend"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # With and without memascend alike.
+    float32_products.install()
     # No collection of a run looks at, and so copies, present objects.
     gc.collect()
     gc.freeze()

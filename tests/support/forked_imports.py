@@ -7,6 +7,8 @@ import gc
 import importlib
 import warnings
 
+import float32_products
+
 MODULES = [
     "torch",
     "torch._dynamo",
@@ -39,6 +41,9 @@ with warnings.catch_warnings():
         # Modules that are not installed are not tested either.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+# Programs multiply as the tests do that compare with them.
+float32_products.install()
 
 # No collection of a forked process looks at, and so copies, present objects.
 gc.collect()

@@ -11,12 +11,12 @@ import ctypes
 import os
 import weakref
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fake_cuda import Fake
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import memascend
 from memascend._memascend import ForTests, gradient_stats
@@ -27,7 +27,6 @@ from memascend.kernels.launcher import CHUNK
 from memascend.layout.units import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -170,38 +169,58 @@ class Accesses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation."""
         kwargs = kwargs or {}
-        schema = func._schema
-        if func.is_view or torch.Tag.inplace_view in func.tags or schema.name in WITHOUT_DATA:
+        accesses = _accesses_of(func)
+        if accesses is None:
             return func(*args, **kwargs)
-        # A tensor made like another one does not read it.
-        reads = not schema.name.endswith("_like") and not schema.name.startswith("aten::new_")
-        for argument, value in _arguments(schema, args, kwargs):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if reads or writes:
-                self._tell(func, value, writes)
+        for number, name, writes in accesses.arguments:
+            if number < len(args):
+                self._tell(accesses.name, args[number], writes)
+            elif name in kwargs:
+                self._tell(accesses.name, kwargs[name], writes)
         result = func(*args, **kwargs)
-        results = [result] if len(schema.returns) == 1 else result
-        for returned, value in zip(schema.returns, results or (), strict=True):
-            if returned.alias_info is None:
-                self._tell(func, value, True)
+        results = [result] if len(accesses.results) == 1 else result
+        for is_new, value in zip(accesses.results, results or (), strict=True):
+            if is_new:
+                self._tell(accesses.name, value, True)
         return result
 
-    def _tell(self, func: Any, value: Any, write: bool) -> None:
-        for tensor in tree_leaves(value):
+    def _tell(self, name: str, value: Any, write: bool) -> None:
+        tensors = [value] if isinstance(value, torch.Tensor) else value if isinstance(value, list | tuple) else ()
+        for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
-                self._fake.access(tensor.data_ptr(), _extent(tensor), write, str(func))
+                self._fake.access(tensor.data_ptr(), _extent(tensor), write, name)
 
 
-def _arguments(schema: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for number, argument in enumerate(schema.arguments):
-        if number < len(args):
-            yield argument, args[number]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+class _OperationAccesses(NamedTuple):
+    """What an operation reads and writes."""
+
+    name: str
+    #: The position and name of each argument whose data counts, and whether it is written.
+    arguments: tuple[tuple[int, str, bool], ...]
+    #: Of each result, whether it has memory of its own.
+    results: tuple[bool, ...]
+
+
+@cache
+def _accesses_of(func: Any) -> _OperationAccesses | None:
+    """Return the accesses of an operation by its schema, or None where it touches no data."""
+    schema = func._schema
+    if func.is_view or torch.Tag.inplace_view in func.tags or schema.name in WITHOUT_DATA:
+        return None
+    # A tensor made like another one does not read it.
+    reads = not schema.name.endswith("_like") and not schema.name.startswith("aten::new_")
+    arguments = (
+        (number, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for number, argument in enumerate(schema.arguments)
+    )
+    told = tuple(entry for entry in arguments if reads or entry[2])
+    return _OperationAccesses(str(func), told, tuple(returned.alias_info is None for returned in schema.returns))
 
 
 def _extent(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

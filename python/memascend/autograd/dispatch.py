@@ -65,15 +65,7 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (result := of_parts(*args, **kwargs)) is not NotImplemented:
             return result
     proxies = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_proxy(leaf)}.values())
-    gradients = []
-    for tensor in proxies:
-        session, place, source = locate(tensor)
-        if source is not None and source.is_gradient:
-            gradients.append(place)
-        if source is None:
-            session.streamer.enter_loose(place.tensor.unit)  # in a pass, and then until its end
-        if name in _REFUSED or name.startswith("_fused_"):
-            raise MemascendError(f"{place.name} is on SSD: {name} {_REFUSED.get(name, _NOT_ON_SSD)}")
+    gradients = _enter(proxies, name)
     proxies = [tensor for tensor in proxies if is_proxy(tensor)]
     if not proxies:
         return func(*args, **kwargs)
@@ -84,6 +76,23 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(gradients) > len(set(gradients)):
         return _run_on_copies(func, args, kwargs, proxies)  # one gradient is read for each view of it
     return _run_on_values(func, args, kwargs, proxies)
+
+
+def _enter(proxies: Iterable[torch.Tensor], name: str) -> list[ParameterEntry]:
+    """Have the units of proxies be in memory until the end of a pass, if one runs. Return the places of gradients.
+
+    Raises MemascendError where the function `name` cannot run on parameters that are on SSD.
+    """
+    gradients = []
+    for tensor in proxies:
+        session, place, source = locate(tensor)
+        if source is None:
+            session.streamer.enter_loose(place.tensor.unit)
+        elif source.is_gradient:
+            gradients.append(place)
+        if name in _REFUSED or name.startswith("_fused_"):
+            raise MemascendError(f"{place.name} is on SSD: {name} {_REFUSED.get(name, _NOT_ON_SSD)}")
+    return gradients
 
 
 def _look_up(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memascend.errors import MemascendError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 #: The key of JSON objects that stand for another kind of value.
 _KIND = "!"
@@ -42,46 +45,72 @@ def loads(text: str) -> Any:
 
 def encode(value: Any, what: str) -> Any:
     """Return `value` in JSON's own kinds; see `dumps`."""
-    if value is None or type(value) in (bool, int, str, float):
+    if value is None or type(value) in _PLAIN:
         return value
-    if isinstance(value, torch.Tensor):
-        data = value.detach().to("cpu").contiguous()
-        raw = data.view(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return {
-            _KIND: "tensor",
-            "dtype": str(data.dtype).removeprefix("torch."),
-            "shape": list(data.shape),
-            "data": base64.b64encode(raw).decode(),
-        }
-    if isinstance(value, bytes):
-        return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
-    if isinstance(value, torch.dtype):
-        return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
-    if isinstance(value, dict):
-        if all(type(key) is str and key != _KIND for key in value):
-            return {key: encode(item, f"{what}[{key!r}]") for key, item in value.items()}
-        pairs = [[encode(key, what), encode(item, f"{what}[{key!r}]")] for key, item in value.items()]
-        return {_KIND: "dict", "items": pairs}
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [encode(item, f"{what}[{index}]") for index, item in enumerate(value)]
-        return (
-            items
-            if isinstance(value, list)
-            else {_KIND: "set" if isinstance(value, set | frozenset) else "tuple", "items": items}
-        )
+    for kinds, encoder in _ENCODERS:
+        if isinstance(value, kinds):
+            return encoder(value, what)
     if type(value).__module__ == "numpy":
         # NumPy numbers and arrays, without importing NumPy for programs that do not use it.
         return encode(value.item() if getattr(value, "ndim", None) == 0 else torch.from_numpy(value), what)
-    if isinstance(value, bool | int | float | str):  # For example a member of an enumeration.
-        return encode({bool: bool, int: int, float: float, str: str}[_base(value)](value), what)
+    for kind in _PLAIN:
+        if isinstance(value, kind):  # For example a member of an enumeration.
+            return kind(value)
     raise MemascendError(
         f"{what} is a {type(value).__name__}, which a store does not keep: numbers, strings, lists, tuples, "
         "dictionaries and tensors are"
     )
 
 
-def _base(value: Any) -> type:
-    return next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
+def _encode_tensor(value: torch.Tensor, _: str) -> dict[str, Any]:
+    data = value.detach().to("cpu").contiguous()
+    raw = data.view(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return {
+        _KIND: "tensor",
+        "dtype": str(data.dtype).removeprefix("torch."),
+        "shape": list(data.shape),
+        "data": base64.b64encode(raw).decode(),
+    }
+
+
+def _encode_bytes(value: bytes, _: str) -> dict[str, Any]:
+    return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
+
+
+def _encode_dtype(value: torch.dtype, _: str) -> dict[str, Any]:
+    return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
+
+
+def _encode_dict(value: dict[Any, Any], what: str) -> dict[str, Any]:
+    if all(type(key) is str and key != _KIND for key in value):
+        return {key: encode(item, f"{what}[{key!r}]") for key, item in value.items()}
+    pairs = [[encode(key, what), encode(item, f"{what}[{key!r}]")] for key, item in value.items()]
+    return {_KIND: "dict", "items": pairs}
+
+
+def _encode_items(value: Iterable[Any], what: str) -> list[Any]:
+    return [encode(item, f"{what}[{index}]") for index, item in enumerate(value)]
+
+
+def _encode_tuple(value: tuple[Any, ...], what: str) -> dict[str, Any]:
+    return {_KIND: "tuple", "items": _encode_items(value, what)}
+
+
+def _encode_set(value: Iterable[Any], what: str) -> dict[str, Any]:
+    return {_KIND: "set", "items": _encode_items(value, what)}
+
+
+#: JSON's own kinds; a bool is an int too.
+_PLAIN = (bool, int, float, str)
+_ENCODERS: tuple[tuple[Any, Callable[[Any, str], Any]], ...] = (
+    (torch.Tensor, _encode_tensor),
+    (bytes, _encode_bytes),
+    (torch.dtype, _encode_dtype),
+    (dict, _encode_dict),
+    (list, _encode_items),
+    (tuple, _encode_tuple),
+    ((set, frozenset), _encode_set),
+)
 
 
 def _decode(encoded: dict[str, Any]) -> Any:

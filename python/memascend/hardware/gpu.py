@@ -242,14 +242,7 @@ def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Locat
         UnmeasuredError: a rate is not known; the message says how to measure it.
     """
     rates = {name: Rate(value, "given") for name, value in given.items() if value is not None}
-    measured = _remembered()
-    source = f"{measured.get('gpu')}, {str(measured.get('measured'))[:10]}"
-    for name in ("flops", "h2d", "d2h", "dram"):
-        value = measured.get(name)
-        if name == "flops":
-            value = value.get(dtype) if isinstance(value, dict) else None
-        if name not in rates and isinstance(value, int | float) and value > 0:
-            rates[name] = Rate(float(value), source)
+    rates = rates | _remembered_rates(dtype) | rates
     ssd = rate_of_drives(given["ssd"], stores)
     if ssd is not None:
         rates["ssd"] = ssd
@@ -257,15 +250,37 @@ def rates_for(dtype: str, given: dict[str, float | None], stores: Sequence[Locat
     # waste.
     missing = [name for name in NAMES if name not in rates and name != "dram"]
     if missing:
-        rates_of = ", ".join(NAMES[name][0] for name in missing)
-        options = ", ".join(dict.fromkeys(NAMES[name][1] for name in missing))
-        gpu = "" if missing == ["ssd"] else "--gpu "
-        where = (" ".join(os.fspath(place) for place in stores) or "DIR") if "ssd" in missing else ""
-        several = " and name the drives with --store" if "ssd" in missing and not stores else ""
-        raise UnmeasuredError(
-            f"not known: the rates of {rates_of}. Run `{f'memascend bench {gpu}{where}'.strip()}` on the machine that "
-            f"is going to compute{several}, or give {options}"
-        )
+        raise UnmeasuredError(_how_to_measure(missing, stores))
     if "dram" not in rates:
         rates["dram"] = Rate(measure_host_memory(), "measured just now")
     return rates
+
+
+def _remembered_rates(dtype: str) -> dict[str, Rate]:
+    """Return the rates of a device and of host memory that `memascend bench --gpu` measured here."""
+    measured = _remembered()
+    source = f"{measured.get('gpu')}, {str(measured.get('measured'))[:10]}"
+    flops = measured.get("flops")
+    values = {"flops": flops.get(dtype) if isinstance(flops, dict) else None}
+    values |= {name: measured.get(name) for name in ("h2d", "d2h", "dram")}
+    return {
+        name: Rate(float(value), source)
+        for name, value in values.items()
+        if isinstance(value, int | float) and value > 0
+    }
+
+
+def _how_to_measure(missing: Sequence[str], stores: Sequence[Location]) -> str:
+    """Say which rates are not known, and the command that measures them."""
+    rates_of = ", ".join(NAMES[name][0] for name in missing)
+    options = ", ".join(dict.fromkeys(NAMES[name][1] for name in missing))
+    words, several = ["memascend bench"], ""
+    if missing != ["ssd"]:
+        words.append("--gpu")
+    if "ssd" in missing:
+        words += [os.fspath(place) for place in stores] or ["DIR"]
+        several = "" if stores else " and name the drives with --store"
+    return (
+        f"not known: the rates of {rates_of}. Run `{' '.join(words)}` on the machine that is going to "
+        f"compute{several}, or give {options}"
+    )

@@ -320,6 +320,20 @@ def check(args: Any, session: Session, optimizers: Any) -> None:
 
 def _refusals(args: Any, session: Session) -> Iterator[str]:
     """Yield the arguments that an offloaded model cannot have, each with its remedy."""
+    yield from _refusals_of_place(args, session)
+    if args.deepspeed or args.fsdp:
+        yield "deepspeed and fsdp divide parameters themselves: leave them out"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size begins anew with weights that were trained: give per_device_train_batch_size"
+    if args.bf16_full_eval or args.fp16_full_eval:
+        yield "bf16_full_eval and fp16_full_eval convert the whole model: offload it in that dtype instead"
+    if args.world_size > 1:
+        yield from _refusals_over_processes(args)
+    yield from _refusals_of_checkpoints(args, session)
+
+
+def _refusals_of_place(args: Any, session: Session) -> Iterator[str]:
+    """Yield the processes and devices of the arguments that do not fit the model."""
     if args.n_gpu > 1 or (args.world_size > 1 and args.device.type != "cpu"):
         yield (
             "one process trains on one GPU, and several on CPUs: start one process, and show it one GPU "
@@ -329,20 +343,16 @@ def _refusals(args: Any, session: Session) -> Iterator[str]:
         check_processes(session, args.world_size, "the arguments (TrainingArguments)")
     except MemascendError as error:
         yield str(error)
-    if args.deepspeed or args.fsdp:
-        yield "deepspeed and fsdp divide parameters themselves: leave them out"
-    if args.auto_find_batch_size:
-        yield "auto_find_batch_size begins anew with weights that were trained: give per_device_train_batch_size"
     if args.device.type != session.torch_device.type:
         where, here = session.torch_device, args.device
         remedy = "use_cpu=True" if where.type == "cpu" else f"a machine or torch with {where}"
         yield f"the model computes on {where}, the Trainer on {here}: give {remedy}, or offload with device='{here}'"
     if args.fp16 and session.torch_device.type == "cpu":
         yield "fp16 is for CUDA devices: give bf16=True"
-    if args.bf16_full_eval or args.fp16_full_eval:
-        yield "bf16_full_eval and fp16_full_eval convert the whole model: offload it in that dtype instead"
-    if args.world_size > 1:
-        yield from _refusals_over_processes(args)
+
+
+def _refusals_of_checkpoints(args: Any, session: Session) -> Iterator[str]:
+    """Yield the arguments of saving and uploading that a run in a store cannot have."""
     saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
     # Of a frozen model adapters are to be trained, which transformers saves.
     stored = any(place.parameter.requires_grad for place in session.places) and not session.trained_outside()

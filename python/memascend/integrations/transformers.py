@@ -97,19 +97,8 @@ class TrainerMixin(CheckpointsMixin):
         optimizers: list[Any] = []
         with ExitStack() as on_failure:
             if isinstance(args, OffloadArguments) and not (isinstance(model, nn.Module) and find_offload(model)):
-                if bound.arguments.get("quantization_config") is not None:
-                    raise ValueError(
-                        "quantization_config is for models that transformers loads, and this one is opened on SSD in "
-                        f"{args.weights_dtype}: leave it out"
-                    )
-                if model is None:
-                    raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
-                opened, optimizers = open_model(model, args, self._opened_as)
-                # A run that was resumed stays; a store that was made for this goes.
-                on_failure.callback(offload_of(opened).close, failed=bool(optimizers))
-                model = self._around(opened, model)
-                self._weights_replaced = bool(optimizers)
-                bound.arguments["model"] = model
+                optimizers = self._open(args, bound.arguments, on_failure)
+                model = bound.arguments["model"]
             session = find_offload(model) if isinstance(model, nn.Module) else None
             if session is None and self._tells_of_memory:
                 _log.warning(
@@ -124,11 +113,9 @@ class TrainerMixin(CheckpointsMixin):
                     check(args, session, own_optimizers)
                 self._run_found = TrainerPosition.NAME in session.commit_log.unclaimed_states
                 optimizers = optimizers or list(session.commit_log.optimizers)
-                is_named = (own_optimizers or (None,))[0] is None and (
-                    type(self).get_optimizer_cls_and_kwargs is TrainerMixin.get_optimizer_cls_and_kwargs
-                )
-                if self._run_found and args is not None and is_named and len(optimizers) == 1:
-                    check_optimizer_of_run(args, optimizers[0])
+                own, _ = own_optimizers or (None, None)
+                if self._run_found and args is not None and own is None and len(optimizers) == 1:
+                    self._check_optimizer(args, optimizers[0])
             super().__init__(*bound.args[1:], **bound.kwargs)
             if session is not None and args is None:
                 check(self.args, session, own_optimizers)
@@ -141,14 +128,39 @@ class TrainerMixin(CheckpointsMixin):
         self._position = TrainerPosition(self)
         self.add_callback(self._position)
         if session is not None:
-            # The model and the states of its optimizer stay where they are. Batches are placed as always.
-            self.accelerator.device_placement = False
-            self.accelerator.prepare_data_loader = _placing(self.accelerator.prepare_data_loader)
-            self.accelerator.prepare_model = _unwrapping(self.accelerator.prepare_model)
-            if self.accelerator.scaler is not None:
-                self.accelerator.scaler = GradScaler(self.args.device.type)
+            self._leave_in_place()
             if self._run_found and self.optimizer is None:
                 self.optimizer = _only(optimizers)
+
+    def _open(self, args: OffloadArguments, given: dict[str, Any], on_failure: ExitStack) -> list[Any]:
+        """Open the model that is `given` as the arguments say, and return the optimizers of the run that it resumes."""
+        if given.get("quantization_config") is not None:
+            raise ValueError(
+                "quantization_config is for models that transformers loads, and this one is opened on SSD in "
+                f"{args.weights_dtype}: leave it out"
+            )
+        model = given.get("model")
+        if model is None:
+            raise ValueError("model_init makes models anew, which one store cannot hold: give model=")
+        opened, optimizers = open_model(model, args, self._opened_as)
+        # A run that was resumed stays; a store that was made for this goes.
+        on_failure.callback(offload_of(opened).close, failed=bool(optimizers))
+        given["model"] = self._around(opened, model)
+        self._weights_replaced = bool(optimizers)
+        return optimizers
+
+    def _check_optimizer(self, args: Any, optimizer: Any) -> None:
+        """Raise ValueError where the run in the store has another optimizer than `args` name."""
+        if type(self).get_optimizer_cls_and_kwargs is TrainerMixin.get_optimizer_cls_and_kwargs:
+            check_optimizer_of_run(args, optimizer)
+
+    def _leave_in_place(self) -> None:
+        """Have the model and the states of its optimizer stay where they are. Batches are placed as always."""
+        self.accelerator.device_placement = False
+        self.accelerator.prepare_data_loader = _placing(self.accelerator.prepare_data_loader)
+        self.accelerator.prepare_model = _unwrapping(self.accelerator.prepare_model)
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler = GradScaler(self.args.device.type)
 
     def _around(self, model: nn.Module, given: Any) -> nn.Module:
         """Return the module that is trained, around the model that was opened as `given` says."""

@@ -300,16 +300,7 @@ def apollo_groups(model: nn.Module, rank: int = 256, *, experts: bool = True, **
     second group, which takes AdamW. A group without parameters is left out. `options` go with the first group: `scale`,
     `scale_type`, `update_proj_gap` and others.
     """
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    tables |= set() if head is None else {id(parameter) for parameter in head.parameters()}
-    matrices = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) or type(module).__name__ in ("Linear", "Conv1D")
-        if isinstance(module.weight, torch.nn.Parameter) and module.weight.ndim == 2 and id(module.weight) not in tables
-    }
+    matrices = _weights_of_linear(model) - _tables_of(model)
     if experts:
         matrices |= {id(parameter) for _, _, parameter in fused_experts(model)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -318,6 +309,24 @@ def apollo_groups(model: nn.Module, rank: int = 256, *, experts: bool = True, **
         {"params": [parameter for parameter in trained if id(parameter) not in matrices]},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _weights_of_linear(model: nn.Module) -> set[int]:
+    """Return the identities of the weights of linear layers, by class or by name."""
+    weights = (
+        module.weight
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ in ("Linear", "Conv1D")
+    )
+    return {id(weight) for weight in weights if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2}
+
+
+def _tables_of(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters of embeddings and of the output layer."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    return tables if head is None else tables | {id(parameter) for parameter in head.parameters()}
 
 
 def _with_rank(params: ParamsT, rank: int) -> ParamsT:

@@ -36,7 +36,7 @@ from memascend.session.runtime import when_free
 from memascend.session.saved_weights import version_now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from memascend.layout.units import Unit
     from memascend.optim.base import OffloadedOptimizer
@@ -156,22 +156,10 @@ def resume(
         chosen = replace(chosen, **recorded)
         units_of = partial(_divide, model, record, ranks=ranks)
         session = open_session(model, chosen, ranks, units_of, lambda: record["model"], tag=tag, resumes=record)
-        hooks = hooks_for(session)
         try:
             if tags is not None:
                 session.checkpoints.delete(name for name in session.checkpoints.tags() if name not in tags)
-            with understanding(paths):
-                find_states(session, record)
-            whole, states = model, {}
-            if add_adapters is not None:
-                hooks.attach()
-                whole = _adapted(session, model, add_adapters)
-            with understanding(paths), torch.no_grad():
-                session.commit_log.restore(record)
-                if add_adapters is not None:
-                    states = session.commit_log.restore_beside(record)
-            if add_adapters is None:
-                hooks.attach()
+            whole, states = _restore_model(session, model, record, paths, add_adapters)
             optimizers = []
             for described in record["optimizers"]:
                 name = described["class"]
@@ -190,6 +178,32 @@ def resume(
             session.close(failed=True)
             raise
     return Resumed(whole, optimizers, record["steps"])
+
+
+def _restore_model(
+    session: Session,
+    model: nn.Module,
+    record: dict[str, Any],
+    paths: Sequence[Any],
+    add_adapters: Callable[[nn.Module], nn.Module] | None,
+) -> tuple[nn.Module, Any]:
+    """Give a model the recorded state and its hooks.
+
+    Return the model that the run goes on with, and the states of the parameters that `add_adapters` has added to it.
+    """
+    hooks = hooks_for(session)
+    with understanding(paths):
+        find_states(session, record)
+    if add_adapters is None:
+        with understanding(paths), torch.no_grad():
+            session.commit_log.restore(record)
+        hooks.attach()
+        return model, {}
+    hooks.attach()
+    whole = _adapted(session, model, add_adapters)
+    with understanding(paths), torch.no_grad():
+        session.commit_log.restore(record)
+        return whole, session.commit_log.restore_beside(record)
 
 
 def _adapted(session: Session, model: nn.Module, add_adapters: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -97,35 +97,34 @@ def notes(run: RunRecords, missing: list[str]) -> Iterator[str]:
 
 def tiles(run: RunRecords) -> Markup:
     """Return the figures that come first."""
-    losses = [loss for loss in run.column("loss") if loss is not None]
+    losses, peaks, resident = (
+        [value for value in run.column(name) if value is not None]
+        for name in ("loss", "host_bytes_peak", "peak_rss_bytes")
+    )
     evaluations = list(run.evaluations.values())
-    seconds, speed = run.column("seconds"), _median(run.column("tokens_per_s"))
-    peak = max((value for value in run.column("host_bytes_peak") if value is not None), default=None)
-    resident = max((value for value in run.column("peak_rss_bytes") if value is not None), default=None)
-    read, written = (_total(run.column(f"ssd_bytes_{name}")) for name in ("read", "written"))
-    parameters, tokens = number(run.opening.get("parameters")), _total(run.column("tokens"))
+    seconds = run.column("seconds")
+    read, written, tokens = (_total(run.column(name)) for name in ("ssd_bytes_read", "ssd_bytes_written", "tokens"))
     entries = {
-        "parameters": None if parameters is None else f"{parameters / 1e6:,.1f} M",
+        "parameters": _shown_by(lambda count: f"{count / 1e6:,.1f} M", number(run.opening.get("parameters"))),
         "loss, first to last": f"{shown(losses[0])} → {shown(losses[-1])}" if losses else None,
         "evaluated loss, last": shown(evaluations[-1]) if evaluations else None,
         "time of all steps": _duration(_total(seconds)),
-        "tokens": f"{tokens:,.0f}" if tokens else None,
-        "tokens/s, median": None if speed is None else shown(speed),
-        "seconds a step, median": None if (median := _median(seconds)) is None else shown(median),
-        "SSD read": format_size(read) if read else None,
-        "SSD written": format_size(written) if written else None,
-        "host memory of memascend, peak": None if peak is None else format_size(peak),
-        "process, peak": None if resident is None else format_size(resident),
+        "tokens": _shown_by("{:,.0f}".format, tokens or None),
+        "tokens/s, median": _shown_by(shown, _median(run.column("tokens_per_s"))),
+        "seconds a step, median": _shown_by(shown, _median(seconds)),
+        "SSD read": _shown_by(format_size, read or None),
+        "SSD written": _shown_by(format_size, written or None),
+        "host memory of memascend, peak": _shown_by(format_size, max(peaks, default=None)),
+        "process, peak": _shown_by(format_size, max(resident, default=None)),
     }
-    return Markup(
-        '<dl class="tiles">'
-        + "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in entries.items()
-            if value is not None
-        )
-        + "</dl>"
-    )
+    there = ((name, value) for name, value in entries.items() if value is not None)
+    each = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in there)
+    return Markup(f'<dl class="tiles">{"".join(each)}</dl>')
+
+
+def _shown_by(text_of: Callable[[Any], str], value: Any) -> str | None:
+    """Return the text of a figure; None where there is none."""
+    return None if value is None else text_of(value)
 
 
 # ---- the plan beside the measurements ---------------------------------------------------------------------------

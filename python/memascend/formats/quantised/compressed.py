@@ -238,17 +238,27 @@ def find(stored: Mapping[str, StoredTensor], described: Mapping[str, Any]) -> di
             raise CheckpointError(f"{stored[key]} orders columns by activations, which memascend does not read")
         if kind != "weight_scale":
             continue
-        name, scales, zeros = f"{module}.weight", stored[key], stored.get(f"{module}.weight_zero_point")
+        name = f"{module}.weight"
         parts = [f"{name}{end}" for end in ("_packed", "_scale", "_zero_point", "_shape", "_global_scale")]
-        packed = stored.get(f"{name}_packed")
-        tensor: Packed
-        if packed is None and name in stored and stored[name].dtype in _PLAIN:
-            tensor = Plain(stored[name], scales, zeros, blocks)
-        elif packed is not None and packed.dtype == torch.uint8:
-            tensor = FourBitFloats(packed, scales, stored.get(f"{name}_global_scale"))
-        elif packed is not None and f"{name}_shape" in stored:
-            tensor = PackedIntegers(stored, module, bits, blocks)
-        else:
-            raise CheckpointError(f"{scales} belongs to no weight that memascend reads")
-        found[name] = tensor, [*parts, *([name] if packed is None else [])]
+        if parts[0] not in stored:
+            parts.append(name)
+        found[name] = _weight_of(stored, module, bits, blocks), parts
     return found
+
+
+def _weight_of(
+    stored: Mapping[str, StoredTensor], module: str, bits: set[int], blocks: tuple[int, int] | None
+) -> Packed:
+    """Return the weight of a module that has scales.
+
+    Raises CheckpointError where it is in none of the forms.
+    """
+    name = f"{module}.weight"
+    scales, packed = stored[f"{name}_scale"], stored.get(f"{name}_packed")
+    if packed is None and name in stored and stored[name].dtype in _PLAIN:
+        return Plain(stored[name], scales, stored.get(f"{name}_zero_point"), blocks)
+    if packed is not None and packed.dtype == torch.uint8:
+        return FourBitFloats(packed, scales, stored.get(f"{name}_global_scale"))
+    if packed is not None and f"{name}_shape" in stored:
+        return PackedIntegers(stored, module, bits, blocks)
+    raise CheckpointError(f"{scales} belongs to no weight that memascend reads")
