@@ -1,4 +1,4 @@
-"""Enormous numbers: a plan takes no longer for them, and what cannot be is refused."""
+"""Enormous numbers: a plan takes no longer for them, and impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 MOST = str((1 << 31) - 1)
-#: Runs of the model's code, and passes that are replayed, of a plan with all that it shows.
+#: Runs of the model's code, and passes that are replayed, of a whole plan.
 RUNS_MAX, PASSES_MAX = 40, 6000
 
 
@@ -82,7 +82,7 @@ def test_more_than_is_ever_used_is_refused(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("words", [["--host-memory", "24MiB"], ["--gpu", "1GiB", *GIVEN], ["--ranks", "4"]])
-def test_passes_that_are_multiplied_move_what_replayed_ones_do(
+def test_multiplied_passes_move_the_bytes_of_replayed_ones(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

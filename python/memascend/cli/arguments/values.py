@@ -40,7 +40,7 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
 
 
 def _whole(least: int, most: int = WHOLE_MAX) -> Callable[[str], int]:
-    """Return an argparse type: a whole number from `least` to `most`, by default what every library takes for one."""
+    """Return an argparse type: a whole number from `least` to `most`, by default the largest that libraries take."""
     number = _number(int, lambda n: n >= least, f"a whole number of at least {least}")
 
     def parse(text: str) -> int:
