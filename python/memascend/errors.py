@@ -131,8 +131,12 @@ INCOMPLETE = "the store is not as a run left it; restore it from a copy, or begi
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type where the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message, or the name of its type where the message is empty.
+
+    A line that ends in a colon comes with the next one.
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if others and first.endswith(":") else first
 
 
 def stale(subject: str) -> str:

@@ -108,17 +108,35 @@ class Whole:
         return words_of(self.room / "llama", folder / "out", folder / "store", **SHORT | self.chosen)
 
 
-@pytest.fixture(scope="module", params=["sft", "orpo"])
+#: Options of the runs beside those of text alone, and the rows of their data.
+PREFERENCES = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(3 * n)} for n in range(8)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}+{n}="}, {"role": "assistant", "content": str(2 * n)}]}
+    for n in range(60)
+]
+RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "orpo": ({"task": "orpo"}, PREFERENCES),
+    "dpo": ({"task": "dpo"}, PREFERENCES),
+    "chats": ({}, CHATS),
+    "adapters": ({"lora_rank": 4, "save_every": 3}, CHATS),
+}
+OF_SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("dpo", "chats", "adapters")]
+
+
+@pytest.fixture(scope="module", params=["sft", "orpo", *OF_SOAK])
 def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Whole:
     run = Whole(tmp_path_factory.mktemp("whole"), {})
     if request.param == "sft":
         tiny_models.llama_directory(run.room, hidden=64)
     else:
-        requirements.package("trl", "datasets")
+        options, rows = RUNS[request.param]
+        if "task" in options:
+            requirements.package("trl", "datasets")
+        if "lora_rank" in options:
+            requirements.package("peft")
         chat_models.folder_of(run.room / "llama")
-        rows = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(3 * n)} for n in range(8)]
         (run.room / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        run.chosen = {"task": request.param, "data": run.room / "rows.jsonl"}
+        run.chosen = options | {"data": run.room / "rows.jsonl"}
     with faults.Child(run.room, command, ["--version"]) as child:
         child.wait()  # from here on processes begin at once
     begun = time.monotonic()

@@ -119,3 +119,44 @@ def test_bad_input(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("memascend: error: ") and told in line
     assert commands.listing(tmp_path) == seen
+
+
+@pytest.mark.parametrize("run", [".", "/"])
+def test_a_folder_without_a_name_beside_it_is_no_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["report", run, "--out", str(tmp_path / "page.html")]) == main.BAD_INPUT
+    assert f"error: {run} has no metrics.jsonl: name a directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "value"),
+    [
+        ("start", "settings", 5),
+        ("start", "settings", {"store": 5, "keep_store": True, "save_every": None, "lora_rank": None}),
+        ("end", "evaluations", 5),
+        ("end", "evaluations", [1, 2]),
+        ("end", "evaluations", None),
+        ("end", "steps", "x"),
+    ],
+)
+def test_metrics_of_another_program_are_no_run_that_has_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], record: str, field: str, value: object
+) -> None:
+    settings = {"store": ["s"], "keep_store": True, "save_every": None, "lora_rank": None}
+    records: list[dict[str, Any]] = [
+        {"record": "start", "settings": settings},
+        {"record": "step", "step": 1, "loss": 1.5},
+        {"record": "end", "steps": 1, "steps_planned": 1, "signal_number": None, "evaluations": []},
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert main.main(["inspect", str(tmp_path)]) == 0
+    assert "finished after 1 of 1 steps" in capfd.readouterr().out
+    for one in records:
+        if one["record"] == record:
+            one[field] = value
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert main.main(["inspect", str(tmp_path)]) == main.BAD_INPUT
+    assert "holds no store" in capfd.readouterr().err

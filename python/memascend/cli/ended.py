@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from memascend.cli.metrics import METRICS_NAME
+from memascend.common.shapes import Either, check, count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,9 +18,21 @@ if TYPE_CHECKING:
 #: In a model directory whose run a signal has ended before its last step. The metrics may be elsewhere, and after the
 #: run has gone on they no longer say how it ended before.
 INTERRUPTED_NAME = "interrupted.json"
-#: What `ended_text` tells of a run's last record, and of its settings: other files have the name of metrics too.
-_TOLD = {"steps", "steps_planned", "signal_number", "evaluations"}
-_TOLD_SETTINGS = {"store", "keep_store", "save_every", "lora_rank"}
+_NUMBER = Either(float, int)
+#: What `ended_text` tells of a run's last record: other files have the name of metrics too.
+_TOLD = {
+    "steps": count,
+    "steps_planned": count,
+    "signal_number": Either(count, None),
+    "evaluations": [{"step": count, "loss": _NUMBER}],
+    "loss": Either(_NUMBER, None),
+    "settings": {
+        "store": [str],
+        "keep_store": bool,
+        "save_every": Either(count, None),
+        "lora_rank": Either(count, None),
+    },
+}
 
 
 def note_interrupted(folder: Path, settings: Settings, steps: int) -> None:
@@ -69,7 +82,10 @@ def ended_run(out: Path) -> dict[str, Any] | None:
                 loss = record["loss"]
             elif record["record"] == "end":
                 end = record | {"settings": settings, "loss": loss}
-    return end if end is not None and end.keys() >= _TOLD and (settings or {}).keys() >= _TOLD_SETTINGS else None
+    with suppress(ValueError):
+        check(end, _TOLD, METRICS_NAME)
+        return end
+    return None
 
 
 def ended_text(out: Path, run: dict[str, Any]) -> str:

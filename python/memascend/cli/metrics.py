@@ -26,6 +26,9 @@ def records_of(run: Path) -> Path:
     if run.is_dir() and (run / METRICS_NAME).is_file() and under_way(run, METRICS_NAME) is None:
         return run / METRICS_NAME
     out = _written_by(run) if run.is_dir() or is_device(run) else run
+    if out is not None:
+        out = out.absolute()  # "." has no name, beside which a file could be hidden, and the root has none at all.
+        out = out if out.name else None
     if out is not None and out.is_file():
         return out
     for file in (None if out is None else under_way(out, METRICS_NAME), None if out is None else hidden_records(out)):

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.common.sizes import format_size
-from memascend.forecast.total_memory import MemoryTotal, pytorch_memory
+from memascend.forecast.simulation import TOKENS_MAX
+from memascend.forecast.total_memory import CALL_BYTES, MemoryTotal, pytorch_memory
 from memascend.forecast.traffic import projection_bytes
 
 if TYPE_CHECKING:
@@ -40,21 +41,30 @@ def fitting_change(
     if spare and whole.total - spare <= whole.available:
         mib = (whole.held - (whole.total - whole.available)) // _MIB
         return f"--host-memory {max(mib, -(-smallest // _MIB))}MiB"
+    room = whole.available - (whole.total - spare - (whole.pytorch or 0))
     for change, changed in _smaller(work):
+        if _least(units, config, dtype, changed) > room:  # Spares the runs of an estimate.
+            continue
         estimates = pytorch_memory(config, directory, dtype, changed, projections=projection_bytes(units, changed))
-        if estimates is not None and whole.total - spare - (whole.pytorch or 0) + estimates["estimated_bytes"] <= (
-            whole.available
-        ):
+        if estimates is not None and estimates["estimated_bytes"] <= room:
             budget = f" --host-memory {-(-smallest // _MIB)}MiB" if spare else ""
             return f"{change}{budget} (PyTorch then takes about {format_size(estimates['estimated_bytes'])})"
     return None
 
 
+def _least(units: Sequence[Unit], config: Any, dtype: torch.dtype, work: Workload) -> int:
+    """Return bytes that PyTorch takes in any case: hidden states of the batch, and calls of layers for its slices."""
+    width = getattr(config.get_text_config(), "hidden_size", None) or 0
+    calls = CALL_BYTES * sum(unit.repeated for unit in units) * (work.slices - 1)
+    return work.tokens * width * dtype.itemsize + calls
+
+
 def _smaller(work: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield options of a step that takes less memory at once, the ones that cost least first."""
     micro = work.micro_batch_size or work.batch_size
+    most = max(1, TOKENS_MAX // work.seq_len)  # Larger ones are estimated as the whole batch is.
     while micro > 1:  # The largest that fits: a layer computes more at once.
-        micro = (micro + 1) // 2
+        micro = min(most, (micro + 1) // 2)
         yield f"--micro-batch-size {micro}", replace(work, micro_batch_size=micro)
     rows = work.batch_size
     if rows > 1:

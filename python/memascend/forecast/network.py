@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memascend.forecast.traffic import projections
-from memascend.layout.division import sent_bytes
+from memascend.layout.division import ranks_of, sent_bytes
 from memascend.optim.apollo_ranks import Division
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def network(units: Sequence[Unit], work: Workload, moved: Traffic) -> dict[str, 
     """
     others = work.ranks - 1
     weights = others * moved.gathered
-    kept = [work.grad_accum * _kept_bytes(units, rank) for rank in range(work.ranks)]
+    kept = [work.grad_accum * nbytes for nbytes in _kept_bytes(units, work.ranks)]
     divisions = [Division(made, 0, tensor.shard) for tensor, made in projections(units, work) if tensor.shard]
     sent = [
         weights + sum(kept) - of_rank + sum(division.sent_bytes(rank) for division in divisions)
@@ -46,7 +46,10 @@ def network(units: Sequence[Unit], work: Workload, moved: Traffic) -> dict[str, 
     }
 
 
-def _kept_bytes(units: Sequence[Unit], rank: int) -> int:
-    """Return the bytes of a backward pass's gradients that the store of `rank` keeps."""
-    places = (place for unit in units for tensor in unit.tensors if tensor.trained for place in tensor.places)
-    return sum(sent_bytes(place, rank) for place in places)
+def _kept_bytes(units: Sequence[Unit], ranks: int) -> list[int]:
+    """Return the bytes of a backward pass's gradients that the store of each rank keeps."""
+    kept = [0] * ranks
+    for place in (place for unit in units for tensor in unit.tensors if tensor.trained for place in tensor.places):
+        for rank in ranks_of(place):
+            kept[rank] += sent_bytes(place, rank)
+    return kept

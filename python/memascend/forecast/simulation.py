@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.autograd.recompute import InputStash, Recomputation, StashedInput
+from memascend.common.tiles import AUTO
 from memascend.common.timeline import Timeline
 from memascend.forecast.traffic import divided
 from memascend.formats import packed_masks
@@ -51,8 +52,10 @@ META = torch.device("meta")
 LAYERS, BLOCKS = 2, 3
 #: The most tokens that are run; the memory of more follows from the last doubling.
 TOKENS_MAX = 32 * 1024
-#: The most slices of a batch that are run, likewise: each takes the time of a step.
-SLICES_MAX = 64
+#: The most slices of a batch that are run, likewise, and with tiles: each takes the time of a step.
+SLICES_MAX, TILED_SLICES_MAX = 16, 2
+#: The most tiles of a layer's tokens that are run: the tensors of smaller ones are below those of these.
+TILES_MAX = 64
 #: Memory that the libraries below PyTorch (oneDNN, MKL, OpenMP) keep from their first use on, and use in an operation.
 LIBRARIES_BYTES = 18 * 1024 * 1024
 
@@ -76,7 +79,8 @@ def simulate_step(
 
     The parameters themselves are not counted, nor are their gradients in memory.
     """
-    rows = SLICES_MAX * (work.micro_batch_size or work.batch_size)
+    slices = SLICES_MAX if work.tile_tokens is None else TILED_SLICES_MAX
+    rows = slices * (work.micro_batch_size or work.batch_size)
     batch_size = max(1, min(work.batch_size, TOKENS_MAX // work.seq_len, rows))
     try:
         found = _run(config, directory, dtype, work, batch_size, in_memory)
@@ -110,7 +114,8 @@ def _run(
     slicing = Slicing(rows, say=lambda _: None, on_cut=staging.note_parts, tries=False)
     layers = [module for unit in units if unit.repeated for module in unit.modules]
     if work.tile_tokens is not None:
-        tiling = Tiling(work.tile_tokens, tries=False)
+        least = work.seq_len * min(batch_size, rows) // TILES_MAX
+        tiling = Tiling(work.tile_tokens if work.tile_tokens == AUTO else max(work.tile_tokens, least), tries=False)
         for part in tiling.parts(model, layers):
             part.forward = tiling.around(part, as_on_meta(part.forward))
     for module in layers:

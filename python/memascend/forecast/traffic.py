@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from memascend.layout.units import ParameterEntry, StoreTensor, Unit
     from memascend.memory_plan.device import DevicePlan
     from memascend.memory_plan.lines import Plan
+
+#: The passes of a step that are replayed. By then each is like one of the last `PASSES_ALIKE`, and so are all further
+#: ones: their bytes are added by multiplication, since a step may have any number of passes.
+PASSES_MAX, PASSES_ALIKE = 24, 12
 
 
 @dataclass(slots=True)
@@ -118,6 +122,23 @@ class Traffic:
     def total(self) -> int:
         """SSD bytes read and written."""
         return self.read.total() + self.written.total()
+
+    def with_more(self, fewer: Traffic, passes: int) -> Traffic:
+        """Return the traffic of a step with so many more passes, where `fewer` is of `PASSES_ALIKE` passes less."""
+
+        def more(now: int, before: int) -> int:
+            return now + passes * (now - before) // PASSES_ALIKE
+
+        def all_of(now: Counter[str], before: Counter[str]) -> Counter[str]:
+            return Counter({kind: more(nbytes, before[kind]) for kind, nbytes in now.items()})
+
+        return Traffic(
+            all_of(self.read, fewer.read),
+            all_of(self.written, fewer.written),
+            more(self.uploaded, fewer.uploaded),
+            self.sums,
+            more(self.gathered, fewer.gathered),
+        )
 
 
 def divided(
@@ -298,6 +319,24 @@ def traffic(
     With a `device_plan`, a unit is fetched only when the device does not hold it, and over ranks gathered only then;
     nothing is copied there ahead of a gather.
     """
+    if work.grad_accum <= PASSES_MAX:
+        return _replayed(model, units, plan, config, work, device_plan)
+    most, fewer = (
+        _replayed(model, units, plan, config, replace(work, grad_accum=passes), device_plan)
+        for passes in (PASSES_MAX, PASSES_MAX - PASSES_ALIKE)
+    )
+    return most.with_more(fewer, work.grad_accum - PASSES_MAX)
+
+
+def _replayed(
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: Plan,
+    config: Any,
+    work: Workload,
+    device_plan: DevicePlan | None,
+) -> Traffic:
+    """Return the result of `traffic` by replaying every pass."""
     moved = Traffic()
     forward, backward = uses(model, units)
     #: How often a step reads each table by blocks: for the loss, and for the gradient of the weights.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memascend.errors import CheckpointError, first_line
+from memascend.formats.field_kinds import GENERATION, check_fields
 from memascend.formats.json_files import read_json
 from memascend.formats.untouched import UntouchedZeros
 
@@ -142,7 +143,7 @@ def load_generation_config(model: nn.Module, directory: Path) -> None:
     if file.is_file():
         from transformers import GenerationConfig
 
-        read_json(file)
+        check_fields(read_json(file), file, GENERATION)
         try:
             options: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except Exception as error:  # it checks the options against one another too

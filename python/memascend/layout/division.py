@@ -42,6 +42,14 @@ def part_of(place: ParameterEntry, rank: int) -> tuple[int, int, int]:
     return shard.part(place.start, place.numel, rank)
 
 
+def ranks_of(place: ParameterEntry) -> range:
+    """Return the ranks that have a part of a parameter."""
+    shard = place.tensor.shard
+    assert shard is not None, "the tensors of a group are divided"
+    share = max(1, shard.elements)
+    return range(place.start // share, (place.start + place.numel - 1) // share + 1)
+
+
 def sent_bytes(place: ParameterEntry, rank: int) -> int:
     """Return the bytes of a gradient that are sent to a rank."""
     return round_up(part_of(place, rank)[2] * place.dtype.itemsize, ALIGN_BYTES)

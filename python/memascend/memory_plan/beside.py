@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend._memascend import GRADIENT_BLOCK, PAGE_BYTES
-from memascend.layout.division import sent_bytes
+from memascend.layout.division import ranks_of, sent_bytes
 from memascend.layout.tables import MIB
 from memascend.layout.units import round_up
 from memascend.memory_plan.lines import Line, Plan
@@ -62,7 +62,7 @@ def _exchanged_bytes(unit: Unit) -> int:
         for tensor in unit.tensors
         if tensor.trained and tensor.shard is not None
         for place in tensor.places
-        for rank in range(tensor.shard.ranks)
+        for rank in ranks_of(place)
     )
 
 

@@ -57,6 +57,7 @@ class Division:
         #: The ranks that have elements follow one another.
         self.first, self.last = holders[0], holders[-1]
         self.by_column = shape[0] < shape[1]
+        self._squares_bytes = sum(map(self.squares_bytes, range(shard.ranks)))
 
     def ends(self, rank: int) -> tuple[int, int]:
         """Return the first element of a rank that has some, and the one after its last."""
@@ -79,15 +80,24 @@ class Division:
         """Return the bytes that a rank sends to each other one when it has updated its moments."""
         return self.channels[source][1] * SQUARES_BYTES
 
+    def _targets(self, source: int) -> Sequence[int]:
+        """Return the ranks to which `sent_by_turn` of a rank may be more than nothing."""
+        every = self.by_column and source == self.last
+        return range(len(self.parts)) if every else range(source + 1, min(source + 2, len(self.parts)))
+
+    def _sources(self, target: int) -> set[int]:
+        """Return the ranks from which `sent_by_turn` to a rank may be more than nothing."""
+        return {target - 1, self.last}
+
     def sent_bytes(self, source: int) -> int:
         """Return all that a rank sends to others in a step."""
-        others = (rank for rank in range(len(self.parts)) if rank != source)
-        return sum(_length(self.sent_by_turn(source, rank)) + self.squares_bytes(source) for rank in others)
+        turns = sum(_length(self.sent_by_turn(source, rank)) for rank in self._targets(source) if rank != source)
+        return turns + (len(self.parts) - 1) * self.squares_bytes(source)
 
     def received_bytes(self, target: int) -> int:
         """Return all that a rank receives from others in a step."""
-        others = (rank for rank in range(len(self.parts)) if rank != target)
-        return sum(_length(self.sent_by_turn(rank, target)) + self.squares_bytes(rank) for rank in others)
+        turns = sum(_length(self.sent_by_turn(rank, target)) for rank in self._sources(target) if rank != target)
+        return turns + self._squares_bytes - self.squares_bytes(target)
 
     def memory_bytes(self, rank: int) -> int:
         """Return about the most bytes that a rank needs while it finds factors, beside the plan.
@@ -95,10 +105,9 @@ class Division:
         These are the projector of its share, the bytes that it receives and sends meanwhile, and the measured channels
         with both moments, of `FACTORS_AT_ONCE` matrices at a time and of one that waits.
         """
-        others = range(len(self.parts))
         projector = self.projection.share_bytes(*self.ends(rank)) if self.parts[rank][2] else 0
-        sent = sum(_length(self.sent_by_turn(rank, other)) for other in others)
-        received = sum(_length(self.sent_by_turn(other, rank)) for other in others)
+        sent = sum(_length(self.sent_by_turn(rank, other)) for other in self._targets(rank))
+        received = sum(_length(self.sent_by_turn(other, rank)) for other in self._sources(rank))
         channel = (3 * self.projection.rank + 2) * torch.float32.itemsize
         return projector + sent + received + (FACTORS_AT_ONCE + 1) * self.channels[rank][1] * channel
 

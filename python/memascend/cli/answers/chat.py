@@ -33,7 +33,7 @@ def chat(asked: GenerateOptions, context: int = CONTEXT_TOKENS) -> None:
     Args:
         context: the most tokens of a conversation, for which keys and values are counted in the budget.
     """
-    source = source_of(asked.model, asked.tokenizer)
+    source = source_of(asked.model, asked.tokenizer, as_bytes=asked.as_bytes)
     texts = Texts(source.tokenizer)
     _, positions = limits(source.config)
     context = min(context, positions or context)

@@ -37,6 +37,8 @@ class GenerateOptions:
     #: Where a copy of the weights goes that cannot be read from the model's files; None is the cache directory.
     store: Path | None = None
     tokenizer: Path | None = None
+    #: The model was trained on bytes, without a tokenizer.
+    as_bytes: bool = False
     new_tokens: int = 256
     temperature: float | None = None
     seed: int = 0
@@ -59,7 +61,7 @@ def generate(asked: GenerateOptions, prompts_file: Path, out: Path | None, seque
     Raises DataError for prompts that the model cannot answer, OutputError where `out` exists, and the errors of
     `memascend.from_pretrained` and `memascend.resume`.
     """
-    source = source_of(asked.model, asked.tokenizer)
+    source = source_of(asked.model, asked.tokenizer, as_bytes=asked.as_bytes)
     texts = Texts(source.tokenizer)
     prompts = read_prompts(prompts_file, as_messages=texts.chats and not asked.raw)
     ids = [texts.ids(prompt) for prompt in prompts]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.formats.config import limits
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -32,8 +34,10 @@ class Sampling:
         likely to that accuracy, another may be chosen than for the prompt alone.
         """
         ends = self._ends(model)
+        vocabulary, _ = limits(model.config)
+        padding = next((token for token in ends if 0 <= token < vocabulary), 0)
         length = max(map(len, prompts))
-        ids = torch.full((len(prompts), length), ends[0] if ends else 0)  # (sequences, tokens)
+        ids = torch.full((len(prompts), length), padding)  # (sequences, tokens)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, length - len(prompt) :] = torch.tensor(prompt)
@@ -43,7 +47,7 @@ class Sampling:
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=self.new_tokens,
-                pad_token_id=ends[0] if ends else 0,
+                pad_token_id=padding,
                 eos_token_id=ends or None,
                 stopping_criteria=[self._stop],
                 use_cache=True,

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import memascend
 from memascend.cli.answers.room import DividedBudget
+from memascend.cli.data import BYTE_VOCABULARY
 from memascend.cli.errors import note
 from memascend.cli.hub import model_directory
 from memascend.common.outputs import workspace
 from memascend.common.sizes import format_size
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.formats.adapters import add_as_in, is_adapter, load_adapters, model_of
-from memascend.formats.config import checkpoint_dtype, load_config
+from memascend.formats.config import checkpoint_dtype, limits, load_config
 from memascend.formats.side_files import has_tokenizer
 from memascend.formats.transformers_models import config_of_record
 from memascend.formats.weights import empty_model_of
@@ -59,37 +60,62 @@ class Opening:
     base_bits: int | None = None
 
 
-def source_of(paths: Sequence[Path], tokenizer: Path | None = None) -> ModelSource:
+def source_of(paths: Sequence[Path], tokenizer: Path | None = None, *, as_bytes: bool = False) -> ModelSource:
     """Look at a source: a model directory, the id of a model of the hub, adapters, or a store's volumes.
 
     Args:
+        paths: of the source.
         tokenizer: a directory whose tokenizer is taken instead.
+        as_bytes: the model was trained on bytes, and no tokenizer is taken.
 
-    Raises CheckpointError for a source without a causal language model, StoreError for one that is no store either.
+    Raises CheckpointError for a source without a causal language model or without a tokenizer, StoreError for one that
+    is no store either.
     """
+    if tokenizer is not None and as_bytes:
+        raise DataError("--bytes is for a model without a tokenizer: leave out --bytes or --tokenizer")
     first = paths[0]
     if tokenizer is not None and not has_tokenizer(tokenizer):
         raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
     if is_adapter(first):
         model = model_of(first, note)
         texts = tokenizer or (first if has_tokenizer(first) else model)
-        return _directory(model, texts, adapter=first)
+        return _directory(model, texts, as_bytes, adapter=first)
     if (first / "config.json").is_file() or not first.exists():
         model = model_directory(first)
         if model.is_dir():
-            return _directory(model, tokenizer or model)
+            return _directory(model, tokenizer or model, as_bytes)
     record = read_record(list(paths))["model"]
     made_from = record.get("directory")
-    if tokenizer is None and made_from is not None and has_tokenizer(Path(made_from)):
+    if tokenizer is None and made_from is not None:
         tokenizer = Path(made_from)
-    if tokenizer is None:
-        note("the store does not know where its tokenizer is: text is taken as bytes, unless --tokenizer DIR is given")
-    return ModelSource(tuple(paths), config_of_record(record), first, tokenizer, is_store=True)
+    config = config_of_record(record)
+    found = _tokenizer_in(tokenizer, config, as_bytes, "the model directory that the store was made from")
+    return ModelSource(tuple(paths), config, first, found, is_store=True)
 
 
-def _directory(model: Path, tokenizer: Path, adapter: Path | None = None) -> ModelSource:
+def _directory(model: Path, tokenizer: Path, as_bytes: bool, adapter: Path | None = None) -> ModelSource:
     config = load_config(model)
-    return ModelSource((model,), config, model, tokenizer if has_tokenizer(tokenizer) else None, adapter)
+    return ModelSource((model,), config, model, _tokenizer_in(tokenizer, config, as_bytes, str(model)), adapter)
+
+
+def _tokenizer_in(directory: Path | None, config: Any, as_bytes: bool, named: str) -> Path | None:
+    """Return the directory, if the model's texts are made tokens by a tokenizer in it; None for a model over bytes.
+
+    Raises CheckpointError where there is no tokenizer, and the model has the vocabulary of another one.
+    """
+    vocabulary, _ = limits(config)
+    if not as_bytes and directory is not None and has_tokenizer(directory):
+        return directory
+    if as_bytes and vocabulary < BYTE_VOCABULARY:
+        raise CheckpointError(
+            f"--bytes needs a vocabulary of {BYTE_VOCABULARY} tokens, and that of the model has {vocabulary}"
+        )
+    if not as_bytes and vocabulary != BYTE_VOCABULARY:
+        raise CheckpointError(
+            f"{named} has no tokenizer: give --tokenizer DIR with its files, or --bytes for a model that was trained "
+            "on the bytes of text"
+        )
+    return None
 
 
 @contextmanager

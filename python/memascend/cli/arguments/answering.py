@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.values import at_least_two, count, path, positive, size_or_auto, temperature
+from memascend.cli.arguments.values import count, path, positive, size_or_auto, temperature, tokens
 from memascend.common.sizes import AUTO
 from memascend.layout.bits import BITS
 from memascend.options import EXPERTS
@@ -45,7 +45,7 @@ def add_chat(subcommands: Any) -> None:
     )
     _add_answers(parser, new_tokens=512)
     text = "tokens of a conversation, for which keys and values are counted (default: %(default)s)"
-    parser.add_argument("--context", type=at_least_two, default=4096, metavar="N", help=text)
+    parser.add_argument("--context", type=tokens, default=4096, metavar="N", help=text)
 
 
 def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
@@ -61,6 +61,8 @@ def _add_answers(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     text = "where a copy goes of weights that cannot be read as they are (default: the cache directory); it is removed"
     add("--store", type=path, metavar="DIR", help=text)
     add("--tokenizer", type=path, metavar="DIR", help="where the tokenizer is (default: beside the model)")
+    text = "the model was trained on the bytes of text (`memascend finetune --bytes`), and needs no tokenizer"
+    add("--bytes", action="store_true", help=text)
     text = "the most tokens of an answer (default: %(default)s)"
     add("--max-new-tokens", type=positive, default=new_tokens, metavar="N", help=text)
     text = "0 takes the most likely token; more, one by chance (default: as the model's generation_config.json says)"

@@ -8,14 +8,15 @@ from typing import Any
 from memascend.cli.arguments.parsing import subcommand
 from memascend.cli.arguments.shared import DTYPE, DTYPES, MICRO_BATCH, TILE, add_adapters, add_durability, add_optimizer
 from memascend.cli.arguments.values import (
-    at_least_two,
     held_out,
     path,
     positive,
     positive_rate,
+    ranks,
     size,
     size_or_auto,
     tile,
+    tokens,
 )
 from memascend.layout.bits import BITS
 from memascend.options import EXPERTS, POLICIES, UPDATES, OffloadOptions
@@ -36,7 +37,7 @@ def add_plan(subcommands: Any) -> None:
     add("model", type=path, metavar="MODEL", help=text)
     text = "the most host memory to use, such as 8GiB or 500MB; auto: that with which a run would begin here now"
     add("--host-memory", type=size_or_auto, metavar="SIZE", help=text)
-    add("--seq-len", type=at_least_two, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
+    add("--seq-len", type=tokens, default=512, metavar="N", help="tokens per sequence (default: %(default)s)")
     text = "sequences per forward pass (default: %(default)s)"
     add("--batch-size", type=positive, default=1, metavar="N", help=text)
     add("--micro-batch-size", type=positive, metavar="N", help=MICRO_BATCH)
@@ -112,6 +113,6 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "each rank.",
     ).add_argument
     text = "the number of ranks, over which parameters, gradients and states are divided (default: 1)"
-    add("--ranks", type=positive, metavar="N", help=text)
+    add("--ranks", type=ranks, metavar="N", help=text)
     text = "bits per second of each rank's network in each direction, such as 25e9 for 25 GbE, for the time of a step"
     add("--network", type=positive_rate, metavar="X", help=text)

@@ -17,7 +17,6 @@ from memascend.cli.arguments.shared import (
     add_optimizer,
 )
 from memascend.cli.arguments.values import (
-    at_least_two,
     count,
     held_out,
     path,
@@ -28,6 +27,7 @@ from memascend.cli.arguments.values import (
     size,
     size_or_auto,
     tile,
+    tokens,
 )
 from memascend.cli.recipes.tasks import NAMES
 from memascend.layout.bits import BITS
@@ -155,7 +155,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", "sequences per forward pass", type=positive, default=1, metavar="N")
     add("--micro-batch-size", MICRO_BATCH, type=positive, metavar="N")
     add("--tile-tokens", TILE, type=tile, metavar="N")
-    add("--seq-len", "tokens per sequence", type=at_least_two, default=512, metavar="N")
+    add("--seq-len", "tokens per sequence", type=tokens, default=512, metavar="N")
     add("--grad-accum", "forward passes per step", type=positive, default=1, metavar="N")
     text = (
         "what of a prompt with its completion, or of a conversation, is trained on: completion, the assistant's turns"
@@ -240,7 +240,7 @@ def add_demo(subcommands: Any) -> None:
     add("--steps", type=positive, default=30, metavar="N", help="optimizer steps (default: %(default)s)")
     add(
         "--seq-len",
-        type=at_least_two,
+        type=tokens,
         default=256,
         metavar="N",
         help="tokens per sequence (default: %(default)s)",

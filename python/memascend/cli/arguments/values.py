@@ -20,6 +20,8 @@ WEIGHTS_DTYPES = ("bfloat16", "float16", "float32", QUANTISED)
 TEMPERATURE_MIN = 1e-3
 #: The most of a whole number: far more than any run has, and a seed for NumPy.
 WHOLE_MAX = (1 << 31) - 1
+#: The most tokens of a sequence, and processes of a run: plans go through pieces of the first and list the second.
+TOKENS_MAX, RANKS_MAX = 1 << 24, 4096
 
 
 def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
@@ -37,20 +39,21 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
     return parse
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    """Return an argparse type: a whole number from `least` to the most that every library takes for one."""
+def _whole(least: int, most: int = WHOLE_MAX) -> Callable[[str], int]:
+    """Return an argparse type: a whole number from `least` to `most`, by default the largest that libraries take."""
     number = _number(int, lambda n: n >= least, f"a whole number of at least {least}")
 
     def parse(text: str) -> int:
         value: int = number(text)
-        if value > WHOLE_MAX:
-            raise argparse.ArgumentTypeError(f"{text} is too large: the most is {WHOLE_MAX:,}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text} is too large: the most is {most:,}")
         return value
 
     return parse
 
 
-positive, at_least_two, count = _whole(1), _whole(2), _whole(0)
+positive, count = _whole(1), _whole(0)
+tokens, ranks = _whole(2, TOKENS_MAX), _whole(1, RANKS_MAX)
 duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
 positive_rate = _number(float, lambda x: 0 < x <= 1e30, "a number above 0, and at most 1e30")
 percentage = _number(float, lambda x: 0 <= x <= 100, "a percentage from 0 to 100")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.values import QUANTISED, WEIGHTS_DTYPES, path, positive, size, weights_dtype
+from memascend.cli.arguments.values import QUANTISED, WEIGHTS_DTYPES, path, ranks, size, weights_dtype
 
 
 def add_export(subcommands: Any) -> None:
@@ -75,6 +75,6 @@ def add_reshard(subcommands: Any) -> None:
     add = parser.add_argument
     text = "the run's stores: each in its order, or with {rank} for its number, such as '/nvme{rank}/run'; or one store"
     add("store", type=path, nargs="+", metavar="STORE", help=text)
-    add("--ranks", type=positive, required=True, metavar="N", help="how many processes the run is to have")
+    add("--ranks", type=ranks, required=True, metavar="N", help="how many processes the run is to have")
     text = "directories for the new stores, one for each or with {rank} for its number; none may exist, unless empty"
     add("--to", type=path, nargs="+", required=True, metavar="NEW", help=text)

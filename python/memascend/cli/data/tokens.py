@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
@@ -10,14 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from memascend.cli.data.chat import Conversations
-from memascend.errors import CheckpointError, first_line
+from memascend.errors import CheckpointError
 from memascend.formats.side_files import has_tokenizer
-from memascend.formats.transformers_models import explained_code
+from memascend.formats.tokenizers import load_tokenizer as load
 
 END_OF_DOCUMENT, PADDING = 256, 257  # the ids after the 256 bytes, in a byte-level vocabulary
 BYTE_VOCABULARY = 258
-#: Text that a tokenizer of any language, or of proteins, knows a part of.
-_PROBE = f"{string.ascii_letters} {string.digits} и 的 न ا"
 
 
 class Tokenizer(Protocol):
@@ -104,25 +101,5 @@ def load_tokenizer(
                 f"--bytes needs a vocabulary of {BYTE_VOCABULARY} tokens, and that of the model has {vocab_size}"
             )
         return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    remedy = "give --tokenizer DIR with its files, or --bytes to train on the bytes of the text"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
-        if not has_tokenizer(directory):
-            raise CheckpointError(f"{directory} has no tokenizer: {remedy}") from error
-        raise CheckpointError(
-            explained_code(error, f"the tokenizer in {directory}")
-            or f"{directory}: its tokenizer cannot be loaded: {first_line(error)}; {remedy}"
-        ) from error
-    if not any(character.isalnum() for character in _round_trip(tokenizer)):
-        named = "has no tokenizer" if not has_tokenizer(directory) else "holds a tokenizer without a vocabulary"
-        raise CheckpointError(f"{directory} {named}: {remedy}")
+    tokenizer = load(directory, "give --tokenizer DIR with its files, or --bytes to train on the bytes of the text")
     return HuggingFaceTokenizer(tokenizer, clock or datetime.now())
-
-
-def _round_trip(tokenizer: Any) -> str:
-    """Return the letters and digits that are left when they have been tokens."""
-    ids = tokenizer(_PROBE, add_special_tokens=False, verbose=False)["input_ids"]
-    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -35,6 +35,7 @@ def _asked(chosen: argparse.Namespace) -> GenerateOptions:
         host_memory=chosen.host_memory,
         store=chosen.store,
         tokenizer=chosen.tokenizer,
+        as_bytes=chosen.bytes,
         new_tokens=chosen.max_new_tokens,
         temperature=chosen.temperature,
         seed=chosen.seed,

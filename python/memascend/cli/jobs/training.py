@@ -87,6 +87,7 @@ def finetune(chosen: argparse.Namespace) -> int:
     print(_summary(settings, result))
     if settings.keeps_out:
         out = shlex.quote(str(settings.out))
+        out += " --bytes" if settings.bytes else ""
         print(f"talk with it: memascend chat {out}")
         print(f"or have it answer a file: memascend generate {out} --prompts FILE")
     if settings.store and settings.leaves_store:

@@ -26,6 +26,7 @@ from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import writing
 from memascend.errors import DataError, MemascendError, OutputError, first_line
 from memascend.formats.config import load_config
+from memascend.formats.tokenizers import load_tokenizer
 from memascend.hardware.drives import is_device
 from memascend.options import REPLACE
 from memascend.session.api import find_offload
@@ -216,14 +217,7 @@ def _base(model: Any) -> Any:
 
 
 def _tokenizer(settings: Settings) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_dir)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{settings.tokenizer_dir} has no tokenizer that transformers reads: give --tokenizer DIR"
-        ) from error
+    tokenizer = load_tokenizer(settings.tokenizer_dir)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
