@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# Bytes moved do not depend on digits.
 
 SMALL = LlamaConfig(
     architectures=["LlamaForCausalLM"],

@@ -17,8 +17,6 @@ from memascend.memory_plan.host import smallest_plan
 from memascend.memory_plan.lines import Line
 from memascend.optim import NAMED
 
-# Bytes moved do not depend on digits.
-
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from memascend.hardware import gpu
 from memascend.hardware.gpu import Rate
 from memascend.layout.units import partition
 
-# Bytes moved do not depend on digits.
 
 RATES = {
     "flops": Rate(1e12, "given"),

@@ -11,8 +11,6 @@ from transformers import LlamaForCausalLM, T5Config
 from memascend.cli import main
 from memascend.forecast.forecast import forecast
 
-# Bytes moved do not depend on digits.
-
 
 def test_the_tables_show_every_part(tmp_path, capfd):
     saved(SMALL, tmp_path)

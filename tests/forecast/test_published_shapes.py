@@ -11,7 +11,6 @@ from memascend.forecast.forecast import forecast
 from memascend.forecast.kinds import KINDS
 from memascend.hardware.gpu import Rate
 
-# Bytes moved do not depend on digits.
 
 CONFIGS = sorted((Path(__file__).parents[2] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {
