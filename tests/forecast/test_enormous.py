@@ -18,7 +18,6 @@ from memascend.optim.apollo_ranks import SQUARES_BYTES, Division, _length
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 MOST = str((1 << 31) - 1)
 #: Runs of the model's code, and passes that are replayed, of a whole plan.

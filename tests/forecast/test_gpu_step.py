@@ -14,7 +14,6 @@ from memascend.hardware import gpu
 from memascend.hardware.gpu import Rate
 from memascend.layout.units import partition
 
-
 RATES = {
     "flops": Rate(1e12, "given"),
     "h2d": Rate(2e9, "given"),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = pytest.mark.usefixtures("products_in_float32")
 
 RATES = {"flops": Rate(1e12, "given"), "update": Rate(4e9, "given")}
 

@@ -11,7 +11,6 @@ from memascend.forecast.forecast import forecast
 from memascend.forecast.kinds import KINDS
 from memascend.hardware.gpu import Rate
 
-
 CONFIGS = sorted((Path(__file__).parents[2] / "benches" / "configs").glob("*.json"))
 PARAMETERS = {
     "gemma-like-4b": 3_880_099_328,
