@@ -144,6 +144,10 @@ def test_a_plan_shows_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     shown = capfd.readouterr().out
     assert "Written by a run of 500 steps\n" in shown and "% of the 100.00 GB that a drive is rated for\n" in shown
     assert "Options that write less" in shown and "--states bfloat16" in shown
+    assert main.main([*words, "--steps", "2000000", "--tbw", "0.001"]) == 0
+    shown = capfd.readouterr().out
+    assert "% of" not in shown.splitlines()[2] and " times its rated 1.00 GB" in shown
+    assert " times the 1.00 GB that a drive is rated for" in shown
     stores = [word for name in ("a", "b") for word in ("--store", str(tmp_path / name))]
     assert main.main([*words, "--tbw", "0.1", *stores]) == 0
     assert "the busiest takes" not in capfd.readouterr().out, "both are on one drive"

@@ -25,7 +25,7 @@ from memascend.cli.dtypes import choose_dtype
 from memascend.cli.finetune import finetune
 from memascend.cli.settings import Result, Settings
 from memascend.common.sizes import format_size
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, OutputError
 from memascend.formats.config import load_config
 from memascend.hardware.drives import cache_directory
 
@@ -53,6 +53,13 @@ def demo(
 ) -> int:
     """Run the demo, print the comparison, and return the exit code."""
     began = time.monotonic()
+    if store is not None:
+        try:
+            store.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"--store {store}: {error.strerror}: give a directory, or one that can be made"
+            ) from error
     model_dir = _model("random" if from_scratch else SMOLLM2)
     choice = choose_dtype(dtype, model_dir, load_config(model_dir))
     train, held_out = _sources()

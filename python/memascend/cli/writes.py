@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import AUTO, format_decimal, format_rating
+from memascend.common.sizes import AUTO, format_decimal, format_rating, format_share
 from memascend.forecast.endurance import USUAL_RATING_BYTES, endurance, savings, written
 from memascend.forecast.traffic import traffic
 from memascend.hardware.drives import busiest_share
@@ -73,10 +73,12 @@ def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str |
         if share < NOTABLE_SHARE:
             return None
         rating = format_rating(USUAL_RATING_BYTES)
-        text += f"{share:.1%} of what a drive rated for {rating} takes in its life (--tbw TB gives the rating of yours)"
+        text += (
+            f"{format_share(share)} what a drive rated for {rating} takes in its life (--tbw TB: the rating of yours)"
+        )
         used = share
     else:
-        text += f"{used:.2%} of the {format_rating(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
+        text += f"{format_share(used)} the {format_rating(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
     if used * 100 <= percent:
         return text
     possible = [

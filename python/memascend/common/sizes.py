@@ -55,6 +55,11 @@ def format_figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def format_share(share: float) -> str:
+    """Write how much of something a share is: "0.25% of", or "1,250 times" where it is more than ten of them."""
+    return f"{share:.2%} of" if share < 10 else f"{format_figure(share)} times"
+
+
 def counted(number: int, noun: str) -> str:
     """Write a number of things, whose plural ends in s: 1 thread, 2,000 threads."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

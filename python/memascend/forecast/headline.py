@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import format_decimal, format_figure, format_rating, format_size
+from memascend.common.sizes import format_decimal, format_figure, format_rating, format_share, format_size
 from memascend.forecast.endurance import USUAL_RATING_BYTES
 from memascend.forecast.experts import as_line
 
@@ -95,11 +95,9 @@ def _run(prediction: Mapping[str, Any]) -> str:
     time = "" if step is None else f"{_time(steps * step['floor_seconds'], steps * step['sum_seconds'])}, "
     text = f"{what}: {time}{format_decimal(endurance['total_bytes'])} written"
     if endurance["rating_used"] is not None:
-        return f"{text}, {endurance['rating_used']:.2%} of its rated {format_rating(endurance['rated_bytes'])}"
-    usual = (
-        f"{endurance['total_bytes'] / USUAL_RATING_BYTES:.2%} of a drive rated for {format_rating(USUAL_RATING_BYTES)}"
-    )
-    text += f", {usual} (--tbw TB for yours)"
+        return f"{text}, {format_share(endurance['rating_used'])} its rated {format_rating(endurance['rated_bytes'])}"
+    usual = format_share(endurance["total_bytes"] / USUAL_RATING_BYTES)
+    text += f", {usual} a drive rated for {format_rating(USUAL_RATING_BYTES)} (--tbw TB for yours)"
     return text if data is not None or endurance["steps_given"] else f"{text}; --data PATH counts your data"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memascend.common.sizes import format_decimal, format_figure, format_rating, format_size
+from memascend.common.sizes import format_decimal, format_figure, format_rating, format_share, format_size
 from memascend.forecast.kinds import KINDS
 from memascend.forecast.total_memory import MemoryTotal
 
@@ -157,7 +157,7 @@ def _rating(endurance: Mapping[str, Any]) -> str:
     rated, busiest = endurance["rated_bytes"], endurance["busiest_share"]
     if rated is None:
         return "--tbw TB: the share of a drive's rated endurance"
-    text = f"{endurance['rating_used']:.2%} of the {format_rating(rated)} that a drive is rated for"
+    text = f"{format_share(endurance['rating_used'])} the {format_rating(rated)} that a drive is rated for"
     return text if busiest == 1 else f"{text}; the busiest takes {busiest:.0%} of all that is written"
 
 
