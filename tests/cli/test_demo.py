@@ -60,7 +60,7 @@ def interrupted(cache: Path, model_dir: Path, *more: str) -> subprocess.Complete
 def test_a_store_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["demo", "--random", "--store", str(tmp_path / "file" / "store")]) == BAD_INPUT
-    assert "file/store: Not a directory: give a directory, or one that can be made" in capfd.readouterr().err
+    assert "file/store: Not a directory: give another directory" in capfd.readouterr().err
 
 
 def test_ctrl_c_says_that_nothing_was_kept(tmp_path: Path, model_dir: Path) -> None:

@@ -57,9 +57,7 @@ def demo(
         try:
             store.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(
-                f"--store {store}: {error.strerror}: give a directory, or one that can be made"
-            ) from error
+            raise OutputError(f"--store {store}: {error.strerror}: give another directory") from error
     model_dir = _model("random" if from_scratch else SMOLLM2)
     choice = choose_dtype(dtype, model_dir, load_config(model_dir))
     train, held_out = _sources()
