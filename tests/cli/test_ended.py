@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,9 @@ def end_by(number: signal.Signals, arguments: list[str], room: Path, steps: int,
         while True:
             assert child.alive(), child.wait().err
             file = metrics_of(room, named)
-            done = sum(record["record"] == "step" for record in records(file)) if file is not None else 0
+            done = 0
+            with suppress(FileNotFoundError):  # A run that goes on takes up the file of the one before.
+                done = sum(record["record"] == "step" for record in records(file)) if file is not None else 0
             first = done if first is None and file is not None else first
             if first is not None and done >= first + steps:
                 break

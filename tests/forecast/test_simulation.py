@@ -16,6 +16,7 @@ from memascend.forecast import simulation
 from memascend.forecast.simulation import StepBytes, simulate_step
 from memascend.forecast.traffic import Workload
 from memascend.layout import tables
+from memascend.memory_plan.lines import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +54,12 @@ def allocations() -> Iterator[list[int]]:
     assert profile.profiler is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     found += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+@pytest.fixture(autouse=True)
+def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have layers be computed again: activations for which a plan leaves room are counted apart."""
+    monkeypatch.setattr(Plan, "activations_bytes", 0)
 
 
 def measure(model: nn.Module, work: Workload) -> StepBytes:
