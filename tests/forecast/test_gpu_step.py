@@ -1,5 +1,7 @@
 """`memascend plan --gpu`: operations, copies and the time of a step, from rates."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,7 +35,8 @@ def on_gpu(path, *, memory=8 << 30, activations="recompute", fused_loss=False, *
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_operations_are_those_that_pytorch_counts(name, tmp_path):
     config, tokens = MODELS[name], 2 * 128
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    # A copy: the configuration would have this attention in later tests too.
+    model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
     ids = torch.randint(3, config.vocab_size, (2, 128))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
