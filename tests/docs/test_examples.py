@@ -64,7 +64,9 @@ def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_learned(capsys.readouterr().out)
 
 
-def test_a_killed_run_goes_on_to_the_same_bits() -> None:
+def test_a_killed_run_goes_on_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The process that it starts anew has PyTorch's own products, and so has to have the program.
+    monkeypatch.setenv("MEMASCEND_FRESH", "1")
     output = run("resume_after_kill.py")
     # Commits run beside the next step: the third's may not have ended when the fourth is killed.
     assert "exit code -9" in output

@@ -223,6 +223,6 @@ def test_more_memory_than_the_machine_has_is_not_proposed(monkeypatch: pytest.Mo
     assert "take fewer --steps" in (writes.text_of(found | {"savings": []}, 1.0, begins=True) or "")
     # Without a rating, the usual rating of drives is named, where that is worth a line.
     usual = writes.text_of(endurance_of(), 20.0, begins=True) or ""
-    assert "18.8% of what a drive rated for 600 TB takes" in usual and "saves" not in usual
+    assert "18.76% of what a drive rated for 600 TB takes" in usual and "saves" not in usual
     assert "--states 8bit saves" in (writes.text_of(endurance_of(), 10.0, begins=True) or "")
     assert writes.text_of(writes.for_steps(endurance_of(), 10, begins=True), 1.0, begins=True) is None

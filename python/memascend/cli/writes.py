@@ -73,9 +73,7 @@ def text_of(endurance: dict[str, Any], percent: float, *, begins: bool) -> str |
         if share < NOTABLE_SHARE:
             return None
         rating = format_rating(USUAL_RATING_BYTES)
-        text += (
-            f"{format_share(share)} what a drive rated for {rating} takes in its life (--tbw TB: the rating of yours)"
-        )
+        text += f"{format_share(share)} what a drive rated for {rating} takes in its life (--tbw TB for yours)"
         used = share
     else:
         text += f"{format_share(used)} the {format_rating(endurance['rated_bytes'])} that a drive is rated for (--tbw)"
