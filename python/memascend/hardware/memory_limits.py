@@ -85,6 +85,11 @@ def memory_bounds() -> list[Bound]:
     return bounds
 
 
+def memory_left() -> int:
+    """Return the bytes that this process can still take beside every reserve; below 0 where a reserve is taken."""
+    return min(bound.left - bound.reserve for bound in memory_bounds())
+
+
 def group_reserve(limit: int) -> int:
     """Return the bytes of a cgroup's limit that are to be left alone."""
     return min(int(limit * GROUP_RESERVE), GROUP_RESERVE_BYTES)

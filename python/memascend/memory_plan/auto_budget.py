@@ -66,7 +66,7 @@ def plan_for(
     if most is None:
         most = _most(units, update, on_device, threads, inputs)
     least = smallest_plan(units, most, update, on_device, threads, inputs).total
-    left = min((bound.left - bound.reserve for bound in memory_limits.memory_bounds()), default=most)
+    left = memory_limits.memory_left()
     # The need of a step beside the plan is not known yet.
     return make_plan(units, min(most, max(least, left // 2)), most, update, on_device, threads, inputs), True
 

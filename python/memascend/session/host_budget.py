@@ -89,8 +89,7 @@ class HostBudget:
         room = self.plan.activations_bytes
         if not room or self._membership.divides:
             return 0
-        left = min((bound.left - bound.reserve for bound in memory_limits.memory_bounds()), default=room)
-        return min(room, held + max(0, left) // 2)
+        return min(room, held + max(0, memory_limits.memory_left()) // 2)
 
     # ---- following the machine ------------------------------------------------------------------------------
 

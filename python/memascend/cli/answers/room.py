@@ -68,7 +68,7 @@ def divide(
 
     Raises BudgetError where they have no room.
     """
-    left = min(bound.left - bound.reserve for bound in memory_limits.memory_bounds()) if budget == AUTO else int(budget)
+    left = memory_limits.memory_left() if budget == AUTO else int(budget)
     longest = max(prompts)
     each = token_bytes * (longest + new_tokens)
     if sequences is None:
