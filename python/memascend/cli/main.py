@@ -65,7 +65,7 @@ def run() -> NoReturn:
     for name in PRODUCTS_VARIABLES:
         os.environ.setdefault(name, str(PRODUCTS_KEPT))
     code = main()
-    # Ctrl-C in what libraries do at the end would print a traceback below the run's last line.
+    # Ctrl-C while libraries end would print a traceback below the run's last line.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
