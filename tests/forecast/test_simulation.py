@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memascend.forecast import simulation
 from memascend.forecast.simulation import StepBytes, simulate_step
-from memascend.forecast.traffic import Workload
+from memascend.forecast.workload import Workload
 from memascend.layout import tables
 from memascend.memory_plan.lines import Plan
 

@@ -47,7 +47,8 @@ from memascend.common.sizes import AUTO, format_size
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
 from memascend.forecast.activations import KeptLayers
 from memascend.forecast.total_memory import MemoryTotal, in_memory_bytes, longest_sequence, pytorch_memory
-from memascend.forecast.traffic import Workload, divided, projection_bytes
+from memascend.forecast.traffic import divided, projection_bytes
+from memascend.forecast.workload import Workload
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
 from memascend.formats.weights import empty_model_of

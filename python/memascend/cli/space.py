@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memascend.cli.settings import Settings
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.cli.settings import Settings
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
     from memascend.memory_plan.lines import Plan
 

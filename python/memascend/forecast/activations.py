@@ -10,7 +10,7 @@ from memascend.memory_plan.estimates import Shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
     from memascend.memory_plan.lines import Plan
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memascend.forecast.simulation import simulate_step
-from memascend.forecast.traffic import Workload
+from memascend.forecast.workload import Workload
 from memascend.formats.packed_masks import is_stateful
 from memascend.formats.weights import empty_model_of
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memascend.forecast.traffic import Traffic, Workload
+    from memascend.forecast.traffic import Traffic
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
     from memascend.memory_plan.device import DevicePlan
     from memascend.memory_plan.lines import Plan

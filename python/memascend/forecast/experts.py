@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 _SAID = {"whole": "with their layers", "pieces": "one by one"}

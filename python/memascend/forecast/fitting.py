@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 _MIB = 1 << 20

@@ -28,7 +28,8 @@ from memascend.forecast.report import by_kind, memory_part, model_part, traffic_
 from memascend.forecast.step_time import step_flops, step_time
 from memascend.forecast.text import as_text
 from memascend.forecast.total_memory import MemoryTotal, pytorch_memory
-from memascend.forecast.traffic import Workload, divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
+from memascend.forecast.traffic import divided, projection_bytes, ssd_space, stash_bytes, state_kinds, traffic
+from memascend.forecast.workload import Workload
 from memascend.formats.config import limits, load_bare_config
 from memascend.formats.weights import empty_model_of, stay_published
 from memascend.hardware.memory_limits import resident_memory

@@ -15,7 +15,8 @@ from memascend.optim.apollo_ranks import Division
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memascend.forecast.traffic import Traffic, Workload
+    from memascend.forecast.traffic import Traffic
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 

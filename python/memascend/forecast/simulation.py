@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
     from pathlib import Path
 
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 _aten = torch.ops.aten

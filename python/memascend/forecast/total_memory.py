@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.forecast.traffic import Workload
+    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 #: Memory of a layer's call between the passes, beside tensors. A call of a Llama layer has 77 kB of allocations
