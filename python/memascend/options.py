@@ -31,10 +31,13 @@ Gradients = Literal["auto", "bfloat16"]
 Update = Literal["forward", "backward"]
 #: How the experts of layers are read: each layer's as a whole, or one by one.
 Experts = Literal["whole", "pieces"]
+#: What host memory beyond the weights is for.
+SpareFor = Literal["auto", "states", "activations"]
 POLICIES: tuple[Activations, ...] = get_args(Activations)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 UPDATES: tuple[Update, ...] = get_args(Update)
 EXPERTS: tuple[Experts, ...] = get_args(Experts)
+SPARE_FOR: tuple[SpareFor, ...] = get_args(SpareFor)
 #: The value of `keep_store` that deletes the store of an earlier run.
 REPLACE: Literal["replace"] = "replace"
 #: The options that change bits: a resumed run goes on with the values in its record.
@@ -166,6 +169,15 @@ class OffloadOptions:
     `experts_implementation` "grouped_mm" or "eager"; on the CPU, in one process, from the store. Memory beyond the
     least keeps a part of the experts. What needs all experts of a tensor at once (reading or writing it, adapters that
     are added to it later) takes it whole, beyond the budget, and a warning says so."""
+    spare_memory: SpareFor = field(
+        default="auto", metadata={"help": "what host memory beyond the weights is for: states, activations or auto"}
+    )
+    """What `host_memory` beyond the weights is for, where states and activations do not both fit; the bits are the same
+    with any. "states": they stay from one step to the next and are not read. "activations": layers keep what they have
+    computed, and do not compute it again in the backward pass; states then are read, and written, in every step.
+    "auto" tries both in the first steps, and keeps what took less time; it tries nothing where not every step is
+    durable, since more would be written. For runs of one process on the CPU, with recomputation and a fixed
+    `host_memory`; elsewhere it is for states."""
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     """"step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever stopped the
     run. This takes space for a second copy of weights and states, and no additional traffic. "every:N" makes every N-th
@@ -199,6 +211,7 @@ class OffloadOptions:
         _check_among("gradients", self.gradients, GRADIENTS)
         _check_among("update", self.update, UPDATES)
         _check_among("experts", self.experts, EXPERTS)
+        _check_among("spare_memory", self.spare_memory, SPARE_FOR)
         if self.experts == "pieces" and self.tile_tokens is not None:
             raise ValueError("experts='pieces' and tile_tokens do not work together yet: leave one of them out")
         if self.activations not in (None, "recompute") and not self.recompute:

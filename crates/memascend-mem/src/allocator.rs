@@ -3,8 +3,8 @@
 //! A block of 2 MiB or more begins at a huge page, in a mapping whose ends are trimmed, so huge pages cost no
 //! memory. Where free memory lies scattered, small pages make 256 segments of each MiB of a request, and the
 //! drive of a virtual machine moved less than half as many bytes per second (docs/measurements.md, *Huge
-//! pages*). In an elastic arena only classes of fixed number ask for them: a huge page that was returned in
-//! part stays resident until memory is short.
+//! pages*). In an elastic arena only classes that begin with all of their buffers ask for them: a huge page that
+//! was returned in part stays resident until memory is short.
 
 mod huge_pages;
 mod parts;

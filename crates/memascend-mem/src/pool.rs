@@ -118,7 +118,8 @@ impl Pool {
         }
         let block = if state.classes.iter().any(|class| class.elastic) {
             let block = allocator.reserve(offset)?;
-            for class in state.classes.iter().filter(|class| !class.elastic) {
+            // Classes that begin whole; see `Arena::shrink`.
+            for class in state.classes.iter().filter(|class| class.count == class.count_max) {
                 block.use_huge_pages(class.start..class.start + class.count_max * class.bytes);
             }
             block.commit(&state.classes.iter().flat_map(Class::memory).collect::<Vec<_>>())?;

@@ -10,8 +10,10 @@ How many fit follows from the pass before, call by call; the first pass keeps no
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +23,7 @@ from memascend.common.graphs import in_backward
 from memascend.layout.units import raw_tensor_access
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
 #: Objects of Python and PyTorch for a saved tensor that is kept.
 OBJECT_BYTES = 1024
@@ -77,6 +79,8 @@ class KeptCall:
         """Begin a call with tensors of so many `elements`; see `KeptActivations.call`."""
         self._owner, self._packing = owner, packing
         self.elements, self.keeps = elements, keeps
+        #: Whether it took more than was measured, and more than there was room for.
+        self.gave_up = False
         #: What counts against the room: storages, and bytes of objects and of tensors that have no storage.
         self.memory: list[_Memory] = []
         self.own_bytes = 0
@@ -87,8 +91,12 @@ class KeptCall:
 
     @property
     def size(self) -> int:
-        """Bytes that the call has saved. Of a storage that a slice of the batch is a part of, the part counts."""
-        parts = (min(nbytes, sum(saved.values())) for nbytes, saved in self._parts.values())
+        """Bytes that the call has saved. Of a storage that a slice of the batch is a part of, the part counts.
+
+        Of a call that gave up storages count as a whole: no other call has saved the rest of them.
+        """
+        storages = self._parts.values()
+        parts = (nbytes if self.gave_up else min(nbytes, sum(saved.values())) for nbytes, saved in storages)
         return len(self._tensors) * OBJECT_BYTES + sum(parts)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -147,9 +155,15 @@ class KeptCall:
 class KeptActivations:
     """Decides which calls of layers keep their saved tensors, and counts the bytes."""
 
-    def __init__(self, room: Callable[[int], int]) -> None:
-        """Keep as much as `room(held_bytes)` says at the beginning of a pass, with `held_bytes` kept already."""
+    def __init__(self, room: Callable[[int], int], clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        """Keep as much as `room(held_bytes)` says at the beginning of a pass, with `held_bytes` kept already.
+
+        `clock` gives the nanoseconds by which recomputations are timed.
+        """
         self._room_of = room
+        self._clock = clock
+        #: Whether calls are measured for which there is no room.
+        self.measures = False
         self._room = 0
         self._held = 0
         #: What calls have held that were freed, by whatever thread.
@@ -164,6 +178,10 @@ class KeptActivations:
         self._present: list[tuple[int, int]] = []
         #: Calls that were kept and that were computed again, and the most bytes that were held.
         self.calls_kept = self.calls_recomputed = self.most_bytes = 0
+        #: Nanoseconds of recomputations.
+        self.recomputed_ns = 0
+        #: Of measured passes: the elements of the tensors that calls were given, and the most bytes that one saved.
+        self.elements = self.most_pass_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -181,6 +199,8 @@ class KeptActivations:
 
     def begin(self) -> None:
         """Begin a pass of the whole model with gradients."""
+        self.elements += sum(elements for elements, _ in self._present)
+        self.most_pass_bytes = max(self.most_pass_bytes, sum(nbytes for _, nbytes in self._present))
         self._last, self._present = self._present or self._last, []
         self.limit(self._room_of(self.held_bytes))
 
@@ -198,7 +218,7 @@ class KeptActivations:
 
         None for a call that is to keep and to measure nothing.
         """
-        if self._room <= 0 or in_backward():
+        if (self._room <= 0 and not self.measures) or in_backward():
             return None
         with raw_tensor_access():
             elements = sum(value.numel() for value in given if isinstance(value, torch.Tensor))
@@ -231,6 +251,7 @@ class KeptActivations:
             memory.users += 1
             self._held += memory.nbytes if memory.users == 1 else 0
         if self.held_bytes > self._room:
+            call.gave_up = True
             self.give(call)
         self.most_bytes = max(self.most_bytes, self._held)
 
@@ -254,6 +275,19 @@ class KeptActivations:
             self._kept.append(weakref.ref(call))
         else:
             call.drop()
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The most bytes that the calls of a pass have saved."""
+        return max(self.most_pass_bytes, sum(nbytes for _, nbytes in self._present))
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Count what is enclosed as a recomputation of a call."""
+        self.calls_recomputed += 1
+        began = self._clock()
+        yield
+        self.recomputed_ns += self._clock() - began
 
     def stats(self) -> dict[str, int]:
         """Return the counters; see `memascend.stats`."""

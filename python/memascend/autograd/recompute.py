@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -352,7 +352,8 @@ class Recomputation:
         if index not in self.values:
             if isinstance(saved, KeptTensor) and (kept := saved.value()) is not None:
                 return kept
-            self._recompute()
+            with nullcontext() if self._stash.kept is None else self._stash.kept.recomputing():
+                self._recompute()
         value, version = self.values.pop(index)
         refuse_overwritten(value, version)
         return value
@@ -363,8 +364,6 @@ class Recomputation:
     def _recompute(self) -> None:
         if self._kept is not None:
             self._kept.drop()
-        if self._stash.kept is not None:
-            self._stash.kept.calls_recomputed += 1
         if self._count_writes() != self._versions:
             raise MemascendError(
                 f"an input of {self._name} was changed in place by the module, or after its call, so that it cannot be "

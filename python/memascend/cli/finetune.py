@@ -45,7 +45,7 @@ from memascend.common.outputs import KEPT, put_in_place, workspace, writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO, format_size
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError
-from memascend.forecast.activations import KeptLayers
+from memascend.forecast.activations import KeptLayers, lent
 from memascend.forecast.total_memory import MemoryTotal, in_memory_bytes, longest_sequence, pytorch_memory
 from memascend.forecast.traffic import divided, projection_bytes
 from memascend.forecast.workload import Workload
@@ -307,6 +307,8 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         if on_device and work.activations == "host":
             options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
         plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
+        if settings.spare_memory == "activations":
+            plan = lent(plan, units, config, work)
         held, name = plan.total + plan.freed_blocks_bytes, "at least" if automatic else name
         kept_bytes = KeptLayers.of(plan, units, config, work).total_bytes
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.cli.metrics import METRICS_NAME
-from memascend.options import Activations, Experts, Gradients, OffloadOptions, Update
+from memascend.options import Activations, Experts, Gradients, OffloadOptions, SpareFor, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class Settings:
     master: bool = True
     gradients: Gradients = OffloadOptions.gradients  # the dtype that they are put aside in
     update: Update = OffloadOptions.update  # in the next forward pass, or in the backward pass
+    spare_memory: SpareFor = OffloadOptions.spare_memory  # what memory beyond the weights is for
     on_nan: str = "stop"
     durability: str = OffloadOptions.durability
     resume: bool = False
@@ -97,7 +98,7 @@ class Settings:
     @property
     def computing(self) -> dict[str, Any]:
         """Where and how the model computes, as `memascend.offload` takes it."""
-        names = ("device", "device_memory", "recompute", "activations", "update", "experts")
+        names = ("device", "device_memory", "recompute", "activations", "update", "experts", "spare_memory")
         return {name: getattr(self, name) for name in names} | {
             "batch_tokens": (self.batch_size, self.seq_len),
             "micro_batch_size": self.micro_batch_size,

@@ -79,6 +79,11 @@ class Timeline:
         """Count the time until the end of the `with` under one of `KINDS`; a wait inside counts as its own."""
         return _Wait(self, kind)
 
+    def computing_ns(self) -> int:
+        """Return the nanoseconds of `COMPUTE` since the beginning."""
+        self._count()
+        return self._spent_ns[COMPUTE]
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds by kind since the beginning, `COMPUTE` among them; their sum is all the time since."""
         self._count()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memascend.memory_plan.estimates import Shape
+from memascend.memory_plan.transfers import lend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,11 @@ class KeptLayers:
     kept: int
     calls: int
     nbytes: int
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of all calls of a pass."""
+        return self.calls * self.nbytes
 
     @property
     def total_bytes(self) -> int:
@@ -46,3 +52,9 @@ class KeptLayers:
             return KeptLayers(0, calls, 0)
         nbytes = shape.kept_bytes(work.layer_tokens, repeated[0].tensors[0].dtype.itemsize)
         return KeptLayers(min(calls, plan.activations_bytes // nbytes), calls, nbytes)
+
+
+def lent(plan: Plan, units: Sequence[Unit], config: Any, work: Workload) -> Plan:
+    """Return `plan` with as much of its memory for states lent to activations as they want."""
+    wanted = KeptLayers.of(plan, units, config, work).wanted_bytes
+    return lend(plan, max(0, wanted - plan.left_bytes))

@@ -18,7 +18,7 @@ from memascend.common.sizes import format_size
 from memascend.durability.model_buffers import buffers_bytes
 from memascend.errors import BudgetError, CheckpointError, DataError
 from memascend.forecast import zero_infinity
-from memascend.forecast.activations import KeptLayers
+from memascend.forecast.activations import KeptLayers, lent
 from memascend.forecast.curve import curve
 from memascend.forecast.endurance import endurance, savings
 from memascend.forecast.experts import compare as experts_compared
@@ -102,6 +102,7 @@ def forecast(
     network: Rate | None = None,
     adapters_bytes: int | None = None,
     experts: str = "whole",
+    spare_memory: str = "auto",
     processor: Mapping[str, Rate] | None = None,
     base_bits: int | None = None,
     compare: str | None = None,
@@ -116,7 +117,8 @@ def forecast(
     savings of other budgets, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
     Over several `ranks` the forecast is of the first of them, and `network` is the rate of their network, in bytes per
     second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
-    gradients and states take so many bytes of memory. `experts` is as in `memascend.offload`. `base_bits`: linear
+    gradients and states take so many bytes of memory. `experts` and `spare_memory` are as in `memascend.offload`; what
+    "auto" would lend to activations is found by a run alone, and "states" is planned for it. `base_bits`: linear
     weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`); without it layers that are
     quantised in the directory's files stay so under adapters, where they can. `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`
@@ -133,7 +135,8 @@ def forecast(
     _, positions = limits(config)
     if positions is not None and seq_len > positions:
         raise DataError(f"--seq-len {seq_len} is more than the model's {positions} positions")
-    _check(gpu, ranks, adapters_bytes is not None, gradients, update, experts, base_bits, dtype)
+    lends = spare_memory == "activations"
+    _check(gpu, ranks, adapters_bytes is not None, gradients, update, experts, base_bits, dtype, lends)
     model = empty_model_of(config, _directory(path), getattr(torch, dtype))
     if adapters_bytes is not None:
         model.requires_grad_(False)
@@ -177,6 +180,8 @@ def forecast(
     space = ssd_space(units, config, work)
     if work.period:
         space["buffers"] = buffers_bytes(model)
+    if lends:
+        plan = lent(plan, units, config, work)
     kept_layers = KeptLayers.of(plan, units, config, work)
     planned, least = (traffic(model, units, made, config, work, device_plan) for made in (plan, smallest))
     prediction: dict[str, Any] = {
@@ -258,6 +263,7 @@ def _check(
     experts: str,
     base_bits: int | None,
     dtype: str,
+    lends: bool,
 ) -> None:
     """Raise DataError for options that contradict each other, or that a GPU or a run over ranks does not have."""
     pieces, over_ranks = experts == "pieces", ranks > 1
@@ -282,6 +288,10 @@ def _check(
         (
             base_bits is not None and pieces,
             "--base-bits does not work yet with --experts pieces: leave one of them out",
+        ),
+        (
+            lends and (gpu is not None or over_ranks),
+            "--spare-memory activations works only on the CPU, in one process: leave it out",
         ),
         (over_ranks and adapters, "--lora-rank works only in one process: leave out --lora-rank or --ranks"),
         (

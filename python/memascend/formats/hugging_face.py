@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import Unit
-    from memascend.options import Activations, Experts, Gradients, RankLocations, Update
+    from memascend.options import Activations, Experts, Gradients, RankLocations, SpareFor, Update
     from memascend.ranks.group import Ranks
     from memascend.session.compute import ComputeOptions
     from memascend.session.session import Session
@@ -70,6 +70,7 @@ def from_pretrained(
     gradients: Gradients = "auto",
     update: Update = "forward",
     experts: Experts = "whole",
+    spare_memory: SpareFor = "auto",
     durability: str = "auto",
     keep_store: bool | Literal["replace"] | None = None,
     progress: Callable[[int, int], None] | None = None,

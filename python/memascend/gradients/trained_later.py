@@ -152,7 +152,7 @@ class LaterRoom:
         """Return whether a plan has room for the tensors that train later and for `asked`."""
         packs = [tensor for tensor in asked if tensor.packed]
         staged = len(self._staged()) if plan is self._session.plan else 0
-        left = plan.budget - plan.total - plan.freed_blocks_bytes
+        left = plan.left_bytes
         for tensor in packs:
             if tensor.gradient_nbytes <= left:
                 left -= tensor.gradient_nbytes

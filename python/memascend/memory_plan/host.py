@@ -31,6 +31,7 @@ from memascend.memory_plan.transfers import (
     UPDATE_SLOTS,
     fit_transfers,
     keep_states,
+    lend,
     transfer_bytes,
 )
 
@@ -84,8 +85,8 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
         )
     made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
     changed = _plan(units, budget, *made_for, elastic=True, sizes=_sizes_of(plan))
-    changed.most = plan.most
-    return changed
+    changed.most, changed.lends = plan.most, plan.lends
+    return lend(changed, plan.lent * plan.states.nbytes)
 
 
 def _sizes_of(plan: Plan) -> Sizes:

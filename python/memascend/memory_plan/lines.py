@@ -110,6 +110,9 @@ class Plan:
     inputs: Inputs | None = None
     #: For a budget that may change: the plan of the largest, for whose buffers addresses are reserved.
     most: Plan | None = None
+    #: Whether buffers of states may be lent to activations, and how many are.
+    lends: bool = False
+    lent: int = 0
 
     @property
     def freed_blocks_bytes(self) -> int:
@@ -117,13 +120,18 @@ class Plan:
         return HEAP_BYTES if self.retain_heap else 0
 
     @property
-    def activations_bytes(self) -> int:
-        """Bytes of the budget that are left to activations of recomputed layers, beside all lines and freed blocks.
+    def left_bytes(self) -> int:
+        """Bytes of the budget that no line takes, nor freed blocks."""
+        return self.budget - self.total - self.freed_blocks_bytes
 
-        Those that fit are not computed again. Activations of a device are there.
+    @property
+    def activations_bytes(self) -> int:
+        """Bytes that are left to activations of recomputed layers.
+
+        Those that fit are not computed again. Buffers of states that are lent (see `lend`) are among them. Activations
+        of a device are there.
         """
-        left = self.budget - self.total - self.freed_blocks_bytes
-        return 0 if self.on_device or left < ACTIVATIONS_BYTES_MIN else left
+        return 0 if self.on_device or self.left_bytes < ACTIVATIONS_BYTES_MIN else self.left_bytes
 
     @property
     def arena(self) -> list[Line]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from memascend.layout.units import Unit
     from memascend.optim.base import OffloadedOptimizer
-    from memascend.options import Activations, Experts, RankLocations, Tuning, Update
+    from memascend.options import Activations, Experts, RankLocations, SpareFor, Tuning, Update
     from memascend.session.compute import ComputeOptions
     from memascend.session.session import Session
 
@@ -91,6 +91,7 @@ def resume(
     tile_tokens: int | str | None = None,
     update: Update = "forward",
     experts: Experts = "whole",
+    spare_memory: SpareFor = "auto",
     keep_store: bool | Literal["replace"] | None = None,
     optimizer_classes: Mapping[str, type] | None = None,
     add_adapters: Callable[[nn.Module], nn.Module] | None = None,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memascend.layout.units import ParameterEntry, Unit
-    from memascend.options import Activations, Experts, Gradients, RankLocations, Tuning, Update
+    from memascend.options import Activations, Experts, Gradients, RankLocations, SpareFor, Tuning, Update
     from memascend.ranks.group import Ranks
     from memascend.session.compute import ComputeOptions
     from memascend.session.session import Session
@@ -181,6 +181,7 @@ def offload(
     gradients: Gradients = "auto",
     update: Update = "forward",
     experts: Experts = "whole",
+    spare_memory: SpareFor = "auto",
     frozen_bits: int | None = None,
     durability: str = "auto",
     keep_store: bool | Literal["replace"] | None = None,

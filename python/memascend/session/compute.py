@@ -93,6 +93,23 @@ class ComputeOptions:
                 )
         return experts
 
+    def lends(self, automatic: bool, over_ranks: bool) -> bool:
+        """Return whether activations may have memory of states, with an automatic budget or over ranks.
+
+        Raises ValueError where they are to have it and cannot.
+        """
+        for cannot, where, instead in (
+            (self.uploads, "on a device", "its activations are in device memory"),
+            (over_ranks, "over ranks", "use one process"),
+            (automatic, "with host_memory='auto'", "give host_memory a size"),
+            (not self.options.recompute, "with recompute=False", "all activations are kept then"),
+        ):
+            if cannot and self.options.spare_memory == "activations":
+                raise ValueError(f"spare_memory='activations' does not work {where}: {instead}, or leave it out")
+            if cannot:
+                return False
+        return self.options.spare_memory != "states"
+
     def partition(
         self, model: nn.Module, fused_loss: bool | str | None, over_ranks: bool, from_files: bool = False
     ) -> list[Unit]:

@@ -84,6 +84,7 @@ def open_session(
         threads,
         computing.inputs(units, getattr(model, "config", None)),
     )
+    plan.lends = computing.lends(automatic, ranks is not None) and plan.states.count > 0
     if ranks is None:
         membership: Membership | OneProcess = ONE_PROCESS
     else:

@@ -48,6 +48,7 @@ def open_within_limits(
             half = max(plan.smallest_bytes, plan.total // 2)
             made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
             smaller = make_plan(units, half, most, *made_for)
+            smaller.lends = plan.lends
             _log.info("%s: trying %s", error, format_size(smaller.total))
             plan = smaller
     if plan is not wanted:

@@ -148,7 +148,15 @@ class Session:
         self.checkpoints = Checkpoints(runtime, self.streamer, self.commit_log, membership)
         copies = (self.gradients, self.inputs)
         self.host_budget: HostBudget = HostBudget(
-            plan, units, runtime, self.streamer, copies, self.timeline, membership
+            plan,
+            units,
+            runtime,
+            self.streamer,
+            copies,
+            self.timeline,
+            membership,
+            self.commit_log,
+            self.options.spare_memory,
         )
         self.inputs.kept = self.host_budget.kept
         self.slicing: Slicing | None = None
@@ -321,6 +329,7 @@ class Session:
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
         stats |= self.host_budget.kept.stats()
+        stats["state_bytes_lent"] = self.host_budget.lent_bytes
         stats["notices"] = self.all_notices
         stats["generation"] = self.runtime.store.generation
         stats["seconds"] = self.timeline.seconds()

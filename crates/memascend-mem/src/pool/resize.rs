@@ -180,6 +180,8 @@ impl Arena {
         let class = &mut state.classes[index];
         let less = class.count - count;
         let now = less.min(class.free.len());
+        // Those that go lie side by side, at the end, as far as they are free: huge pages go with them.
+        class.free.sort_unstable_by(|one, other| other.cmp(one));
         let going: Vec<usize> = class.free.drain(..now).collect();
         class.surplus += less - now;
         class.count = count;

@@ -6,7 +6,16 @@ import argparse
 from typing import Any
 
 from memascend.cli.arguments.parsing import subcommand
-from memascend.cli.arguments.shared import DTYPE, DTYPES, MICRO_BATCH, TILE, add_adapters, add_durability, add_optimizer
+from memascend.cli.arguments.shared import (
+    DTYPE,
+    DTYPES,
+    MICRO_BATCH,
+    SPARE_TEXT,
+    TILE,
+    add_adapters,
+    add_durability,
+    add_optimizer,
+)
 from memascend.cli.arguments.values import (
     held_out,
     path,
@@ -19,7 +28,7 @@ from memascend.cli.arguments.values import (
     tokens,
 )
 from memascend.layout.bits import BITS
-from memascend.options import EXPERTS, POLICIES, UPDATES, OffloadOptions
+from memascend.options import EXPERTS, POLICIES, SPARE_FOR, UPDATES, OffloadOptions
 
 
 def add_plan(subcommands: Any) -> None:
@@ -51,6 +60,8 @@ def add_plan(subcommands: Any) -> None:
         "the step uses gradients; see memascend.offload (default: %(default)s)"
     )
     add("--update", choices=UPDATES, default=OffloadOptions.update, help=text)
+    text = f"{SPARE_TEXT}; auto is planned as states (default: %(default)s)"
+    add("--spare-memory", choices=SPARE_FOR, default=OffloadOptions.spare_memory, help=text)
     add_durability(add)
     text = "count the best model too, which `memascend finetune --eval` keeps in the store; values as there are taken"
     add("--eval", nargs="*", type=held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)

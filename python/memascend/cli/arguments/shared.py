@@ -24,6 +24,10 @@ EXPERTS_TEXT = (
     "with --lora-rank: read the experts of a mixture with their layer, or one by one, which takes the memory of an "
     "expert and not of a layer; adapters are then on the other modules"
 )
+SPARE_TEXT = (
+    "what --host-memory beyond the weights is for, where not all fits: states stay and are not read, activations stay "
+    "and are not computed again, or auto, which tries both and takes the faster"
+)
 DTYPE = (
     "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
     "it; else float32, and the weights are written in the checkpoint's at the end"

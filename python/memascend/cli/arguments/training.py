@@ -11,6 +11,7 @@ from memascend.cli.arguments.shared import (
     DTYPES,
     EXPERTS_TEXT,
     MICRO_BATCH,
+    SPARE_TEXT,
     TILE,
     add_adapters,
     add_durability,
@@ -31,7 +32,7 @@ from memascend.cli.arguments.values import (
 )
 from memascend.cli.recipes.tasks import NAMES
 from memascend.layout.bits import BITS
-from memascend.options import EXPERTS, POLICIES, UPDATES, OffloadOptions
+from memascend.options import EXPERTS, POLICIES, SPARE_FOR, UPDATES, OffloadOptions
 
 #: The end of `memascend finetune --help`.
 EPILOG = """\
@@ -210,6 +211,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "never go to the SSD; that takes --max-grad-norm 0 and --grad-accum 1"
     )
     add("--update", text, choices=UPDATES, default="forward")
+    add("--spare-memory", SPARE_TEXT, choices=SPARE_FOR, default=OffloadOptions.spare_memory)
     add("--on-nan", "when a loss or gradient is not finite", choices=("stop", "skip"), default="stop")
     text = "keep the activations for the backward pass instead of recomputing them: faster, but memory grows with depth"
     training.add_argument("--no-recompute", help=text, action="store_true")

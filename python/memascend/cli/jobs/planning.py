@@ -80,6 +80,7 @@ def plan(chosen: argparse.Namespace) -> int:
             network=_network(chosen),
             adapters_bytes=_adapters_bytes(chosen, config, choice.dtype),
             experts=chosen.experts,
+            spare_memory=chosen.spare_memory,
             processor=_processor(chosen, choice.dtype),
             base_bits=chosen.base_bits,
             compare=chosen.compare,

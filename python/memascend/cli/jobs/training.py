@@ -15,7 +15,7 @@ from memascend.cli.lora import lone_option, rank_of
 from memascend.cli.recipes.conflicts import conflict_of_task, parsed
 from memascend.cli.recipes.tasks import OWN, TASKS, Task
 from memascend.cli.settings import Result, Settings
-from memascend.common.sizes import format_size
+from memascend.common.sizes import AUTO, format_size
 from memascend.errors import DeviceError
 from memascend.hardware.drives import is_device
 from memascend.layout.bits import COMPUTED_IN
@@ -166,7 +166,9 @@ def _conflict(settings: Settings) -> str | None:
         if missing:
             return f"give {' and '.join(missing)}, or --in-memory for a model that fits"
         try:
-            ComputeOptions.of(settings.offload_options).experts(settings.processes > 1)
+            computing = ComputeOptions.of(settings.offload_options)
+            computing.experts(settings.processes > 1)
+            computing.lends(settings.host_memory == AUTO, settings.processes > 1)
         except ValueError as error:  # options that do not go together
             return str(error)
         except DeviceError as error:
@@ -176,8 +178,11 @@ def _conflict(settings: Settings) -> str | None:
         return "--in-memory uses no store and no budget: leave out --store and --host-memory"
     if settings.resume:
         return "--resume goes on with the run in a store: without --store there is none"
-    if settings.device_memory or settings.activations:
-        return "--device-memory and --activations work only with a model in a store: leave them out with --in-memory"
+    if settings.device_memory or settings.activations or settings.spare_memory != "auto":
+        return (
+            "--device-memory, --activations and --spare-memory work only with a model in a store: leave them out with "
+            "--in-memory"
+        )
     return None
 
 

@@ -35,6 +35,7 @@ _DEFAULTS = {
     "on_nan": ("stop", "--on-nan"),
     "update": ("forward", "--update"),
     "experts": ("whole", "--experts"),
+    "spare_memory": ("auto", "--spare-memory"),
 }
 
 
