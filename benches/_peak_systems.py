@@ -35,7 +35,11 @@ class MemascendRun:
             durability=options.get("durability", "auto"),
             recompute=options.get("recompute", True),
             update=options.get("update", "forward"),
-            **{name: options[name] for name in ("huge_pages", "allocator", "micro_batch_size") if name in options},
+            **{
+                name: options[name]
+                for name in ("huge_pages", "allocator", "micro_batch_size", "spare_memory")
+                if name in options
+            },
         )
         self.clips = options.get("clips", True)
         self.model.train()

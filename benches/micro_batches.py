@@ -3,6 +3,7 @@
 
     python benches/micro_batches.py --workdir DIR --json benches/results/micro_batches.json      # 0.51b
     python benches/micro_batches.py --model vocabulary --counts 1,8 --tokens 512 --memory 1GiB
+    python benches/micro_batches.py --counts 8 --memory 2GiB --spare-memory activations --systems "sliced,in memory"
     python benches/micro_batches.py --model tiny --counts 1,2,4 --tokens 64 --rounds 1           # to try the script out
 
 A step takes N micro-batches of one sequence. "sliced" calls the model once with all of them (micro_batch_size=1),
@@ -87,7 +88,8 @@ def planned(model_dir: str, args: argparse.Namespace, count: int, sliced: bool) 
     from memascend.forecast.forecast import forecast
 
     work = {"batch_size": count, "micro_batch_size": 1} if sliced else {"batch_size": 1, "grad_accum": count}
-    options = {"budget": args.memory, "durability": "none", "update": args.update}
+    options = {"budget": args.memory, "durability": "none"}
+    options |= {name: getattr(args, name) for name in ("update", "dtype", "spare_memory")}
     moved = forecast(Path(model_dir), seq_len=args.tokens, **options, **work)
     parts = [moved["ssd_traffic"]["planned"][direction] for direction in ("read", "written")]
     total = sum(part["total_bytes"] for part in parts)
@@ -110,6 +112,8 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
         "host_memory": args.memory,
         "durability": "none",
         "update": args.update,
+        "dtype": args.dtype,
+        "spare_memory": args.spare_memory,
         "clips": args.update == "forward",
         "warmup": args.warmup,
         "warmup_batches": args.warmup_batches,
@@ -130,7 +134,7 @@ def measure(model_dir: str, workdir: Path, args: argparse.Namespace, system: str
 def compare(workdir: Path, args: argparse.Namespace) -> int:
     model_dir = str(model_directory(args.model, args, workdir))
     parameters = parameter_count(SHAPES[args.model], words(args.model))
-    args.memory = args.memory or budgets(model_dir, args.tokens, args.update)["overlapping"]
+    args.memory = args.memory or budgets(model_dir, args.tokens, args.update, args.dtype)["overlapping"]
     measured: dict[tuple[str, int], list[dict]] = {}
     for number in range(args.rounds):
         for count in args.counts:
@@ -162,6 +166,8 @@ def compare(workdir: Path, args: argparse.Namespace) -> int:
         "tokens": args.tokens,
         "host_memory": args.memory,
         "update": args.update,
+        "dtype": args.dtype,
+        "spare_memory": args.spare_memory,
         "threads": os.environ.get("OMP_NUM_THREADS", "all"),
         "rounds": args.rounds,
         "steps": args.steps,
@@ -230,6 +236,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
     parser.add_argument("--memory", type=size, help="host memory (default: the least that reads ahead)")
     parser.add_argument("--update", choices=("forward", "backward"), default="forward", help="see memascend.offload")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    text = "what memory beyond the weights is for: see memascend.offload"
+    parser.add_argument("--spare-memory", choices=("states", "activations"), default="states", help=text)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")

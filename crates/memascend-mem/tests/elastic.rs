@@ -126,6 +126,35 @@ fn what_is_given_back_is_neither_resident_nor_locked() {
     }
 }
 
+/// Huge pages are for classes that begin whole. They go with the buffers, but for one that a buffer which stays
+/// has a part of.
+#[test]
+fn what_is_given_back_of_a_whole_class_lies_side_by_side() {
+    const BYTES: usize = 5 * MIB / 2;
+    const HUGE: usize = 2 * MIB;
+    for huge_pages in [false, true] {
+        let class = SizeClass::new("test", BYTES, MOST).up_to(MOST);
+        let pool = Pool::new(&PageableAllocator { huge_pages }, &[class]).unwrap();
+        assert_eq!(Seen::of(&pool).resident, MOST * BYTES);
+        let mut leases: Vec<_> = (0..MOST).map(|_| pool.try_lease(BYTES).unwrap().unwrap()).collect();
+        // They return in any order.
+        for place in [7, 2, 11, 0] {
+            leases.swap_remove(place);
+        }
+        drop(leases);
+        for count in [11, 10, 3] {
+            pool.resize(BYTES, count).unwrap();
+            let resident = Seen::of(&pool).resident;
+            assert!((count * BYTES..count * BYTES + HUGE).contains(&resident), "{count}: {resident}");
+        }
+        let (start, _) = pool.arena();
+        let stay: Vec<_> = (0..3).map(|_| pool.try_lease(BYTES).unwrap().unwrap()).collect();
+        let end =
+            stay.iter().map(|lease| lease.address().as_ptr().addr() - start.as_ptr().addr() + BYTES).max();
+        assert_eq!(end, Some(3 * BYTES));
+    }
+}
+
 #[test]
 fn a_forked_child_has_no_part_of_the_arena() {
     let pool = elastic(&PageableAllocator::default(), 1).unwrap();
