@@ -125,7 +125,6 @@ class HostBudget:
             check_available(plan, self.plan.total)
         with self._streamer.turns.take("set_host_memory"):
             self._change_plan(plan)
-        self.nbytes = plan.budget
         self._began = None
         self.stop_following()
 
@@ -194,7 +193,6 @@ class HostBudget:
             watch.refused()
             _log.info("host memory stays at %s: %s", format_size(before.total), error)
         else:
-            self.nbytes = plan.budget
             if self.plan.total != before.total:
                 sizes = (format_size(before.total), format_size(self.plan.total))
                 _log.info("host memory %s -> %s (%s)", *sizes, change.reason)
@@ -289,6 +287,8 @@ class HostBudget:
             self._make_way(before)
             self._resize(before)
             raise
+        if plan.budget != before.budget:
+            self.nbytes = plan.budget
         configure_malloc(plan)
 
     def _make_way(self, plan: Plan) -> None:
