@@ -1,4 +1,4 @@
-"""Memory beyond the weights is divided between states and activations: by what steps cost, with the same bits."""
+"""Memory beyond the weights is divided between states and activations: by the costs of steps, with the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memascend.layout.units import partition
 from memascend.memory_plan.host import make_plan, smallest_plan
 from memascend.memory_plan.lines import Plan
 from memascend.memory_plan.transfers import lend
-from memascend.session.spare_memory import COUNTED, SETTLING, SpareMemory, StepCost
+from memascend.session.spare_memory import COUNTED, SETTLING, ShareSearch, StepCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ ROWS, TOKENS = 4, 32
 
 def found(cost: Callable[[int, float], StepCost]) -> tuple[float, int]:
     """Return the share that is found where step `number` with a share costs `cost(number, share)`, and the steps."""
-    spare = SpareMemory()
+    spare = ShareSearch()
     for number in range(100):
         if spare.found:
             return spare.share, number
@@ -152,10 +152,10 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]
     def take(given: Sequence[float]) -> None:
         left: Iterator[float] = iter(given)
 
-        def after(self: SpareMemory, _: StepCost) -> None:
+        def after(self: ShareSearch, _: StepCost) -> None:
             self.share = next(left, self.share)
 
-        monkeypatch.setattr(SpareMemory, "after", after)
+        monkeypatch.setattr(ShareSearch, "after", after)
 
     return take
 
@@ -198,7 +198,7 @@ def test_any_division_has_the_same_bits(
 
 
 def test_memory_stays_within_the_budget(offloaded: Offload, shares: Any) -> None:
-    """What is lent leaves the arena before activations come, and comes back after they are gone."""
+    """Lent memory leaves the arena before activations come, and comes back after they are gone."""
     model = tiny_models.build("gpt2", torch.float32)
     limit = plan_of(model).budget
     model = offloaded(model, host_memory=limit, durability="step", micro_batch_size=1)
@@ -267,7 +267,7 @@ class Narrow(nn.Module):
 
 
 def test_a_call_that_keeps_more_than_it_has_saved(offloaded: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives up where only what it has saved has room, and then all that it keeps alive counts as wanted."""
+    """It gives up where only its saved tensors have room, and then all that it keeps alive counts as wanted."""
     monkeypatch.setattr(Plan, "activations_bytes", MIB)
     model = offloaded(nn.Sequential(*(Narrow() for _ in range(4))))
     kept = memascend.offload_of(model).host_budget.kept

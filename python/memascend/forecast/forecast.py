@@ -117,8 +117,8 @@ def forecast(
     savings of other budgets, and the time that the drives would take where the rate of `ssd`, or the `gpu`, is given.
     Over several `ranks` the forecast is of the first of them, and `network` is the rate of their network, in bytes per
     second in each direction. `adapters_bytes`: the model's weights stay as they are, and adapters with their
-    gradients and states take so many bytes of memory. `experts` and `spare_memory` are as in `memascend.offload`; what
-    "auto" would lend to activations is found by a run alone, and "states" is planned for it. `base_bits`: linear
+    gradients and states take so many bytes of memory. `experts` and `spare_memory` are as in `memascend.offload`; a
+    run alone finds the division of "auto", and "states" is planned for it. `base_bits`: linear
     weights under adapters are quantised (see `memascend.from_pretrained` on `frozen_bits`); without it layers that are
     quantised in the directory's files stay so under adapters, where they can. `processor` has the rates
     ("flops", "update") of this machine, for the time of a step on it. `steps`, `tbw` (terabytes) and `busiest_share`

@@ -1,4 +1,4 @@
-"""The work of one optimizer step, of which plans and forecasts speak."""
+"""The work of one optimizer step, for plans and forecasts."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from memascend._memascend import FILE_WINDOW_BYTES, GRADIENT_BLOCK, PAGE_BYTES
@@ -123,6 +123,11 @@ class Plan:
     def left_bytes(self) -> int:
         """Bytes of the budget that no line takes, nor freed blocks."""
         return self.budget - self.total - self.freed_blocks_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the buffers for states that activations have."""
+        return replace(self.states, count=self.lent).total
 
     @property
     def activations_bytes(self) -> int:

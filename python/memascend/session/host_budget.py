@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from memascend._memascend import PAGE_BYTES, STAGING_RESERVE
@@ -18,11 +16,11 @@ from memascend.hardware import memory_limits
 from memascend.layout.units import round_up
 from memascend.memory_plan.auto_budget import resident_bytes
 from memascend.memory_plan.host import check_available, replan
-from memascend.memory_plan.lines import ACTIVATIONS_BYTES_MIN, Plan
+from memascend.memory_plan.lines import Plan
 from memascend.memory_plan.monitor import MemoryMonitor, growth_lock
 from memascend.memory_plan.transfers import lend
 from memascend.session.runtime import configure_malloc
-from memascend.session.spare_memory import SpareMemory, StepCost
+from memascend.session.spare_memory import Division, Steps
 from memascend.streaming.resident_states import share_room
 from memascend.streaming.streamer import PassError, Streamer
 
@@ -39,41 +37,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 
 
-@dataclass(frozen=True, slots=True)
-class _Spent:
-    """What a run has spent so far: steps, and seconds."""
-
-    steps: int
-    seconds: float
-    waits: float
-    recomputed: float
-    elements: int
-
-    def since(self, before: _Spent) -> StepCost:
-        """Return the cost of one step of those since `before`."""
-        steps = self.steps - before.steps
-        return StepCost(
-            (self.seconds - before.seconds) / steps,
-            (self.waits - before.waits) / steps,
-            (self.recomputed - before.recomputed) / steps,
-            (self.elements - before.elements) // steps,
-        )
-
-
 class CopiesToHost(Protocol):
     """Copies from a device into staging chunks of host memory."""
 
     def wait_copied(self) -> None:
         """Wait until no copy from the device is under way."""
-
-
-class Steps(Protocol):
-    """The steps of a run."""
-
-    #: How many were taken.
-    steps: int
-    #: Of how many one is durable: 0 if none is, None before that is settled.
-    period: int | None
 
 
 class HostBudget:
@@ -97,13 +65,9 @@ class HostBudget:
         """
         #: The activations that are kept in what a plan leaves.
         self.kept = KeptActivations(self._room_for_activations, timeline.computing_ns)
-        #: Decides what is lent to them; None where nothing is.
-        self._spare = SpareMemory() if plan.lends else None
-        self._spare_for = spare_memory
-        self._steps = steps
-        #: What had been spent when the present step began.
-        self._began: _Spent | None = None
-        self.kept.measures = plan.lends
+        self._division: Division | None = None
+        if plan.lends:
+            self._division = Division(spare_memory, self.kept, timeline, steps)
         self.plan = plan
         #: The ceiling in bytes.
         self.nbytes = plan.budget
@@ -125,7 +89,8 @@ class HostBudget:
             check_available(plan, self.plan.total)
         with self._streamer.turns.take("set_host_memory"):
             self._change_plan(plan)
-        self._began = None
+        if self._division is not None:
+            self._division.begin_step()
         self.stop_following()
 
     def _room_for_activations(self, held: int) -> int:
@@ -160,7 +125,7 @@ class HostBudget:
 
     def fit(self, grad: bool) -> None:
         """Before a pass of the whole model with or without gradients, change the plan as machine and steps demand."""
-        if grad:
+        if grad and not self._streamer.depth and not in_backward():
             self._divide()
         watch = self._watch
         # A pass within another, or within a backward pass.
@@ -207,66 +172,26 @@ class HostBudget:
 
     # ---- states and activations -----------------------------------------------------------------------------
 
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes of the plan's room for states that activations have."""
-        return replace(self.plan.states, count=self.plan.lent).total
-
     def _divide(self) -> None:
-        """Before a pass with gradients, divide what the plan has for states between states and activations."""
-        spare = self._spare
-        if spare is None or self._streamer.depth or in_backward():
+        """Before a pass with gradients, divide the room for states between states and activations."""
+        if self._division is None:
             return
-        spent, began = self._spent(), self._began
-        if began is None or spent.steps == began.steps:
-            self._began = began or spent
-            if self._spare_for == "auto":
+        plan = lend(self.plan, self._division.bytes_to_lend(self.plan))
+        if plan.lent != self.plan.lent:
+            try:
+                with uninterrupted():
+                    self._change_plan(plan)
+            except PassError as error:
+                _log.debug("the division of host memory stays: %s", error)
                 return
-        else:
-            self._began = spent
-        if self._spare_for == "activations":
-            spare.share = 1.0
-        elif self._steps.period != 1:
-            # States that stay are not written where not every step is durable: drives wear, whatever time it spares.
-            spare.end(0.0)
-        elif began is not None:
-            spare.after(spent.since(began))
-        lent = lend(self.plan, int(spare.share * self._wanted_bytes()))
-        if lent.lent != self.plan.lent:
-            self._lend(lent)
-        if spare.found and not spare.share:
-            self._stop_dividing()
-
-    def _wanted_bytes(self) -> int:
-        """Return the bytes that the activations of a pass would take of the memory for states."""
-        wanted = self.kept.wanted_bytes
-        return 0 if wanted < ACTIVATIONS_BYTES_MIN else max(0, wanted - (self.plan.left_bytes - self.lent_bytes))
-
-    def _spent(self) -> _Spent:
-        seconds = self._timeline.seconds()
-        return _Spent(
-            self._steps.steps,
-            time.perf_counter(),
-            seconds["ssd_read"] + seconds["ssd_write"],
-            self.kept.recomputed_ns / 1e9,
-            self.kept.elements,
-        )
-
-    def _lend(self, plan: Plan) -> None:
-        try:
-            with uninterrupted():
-                self._change_plan(plan)
-        except PassError as error:
-            _log.debug("what is lent to activations stays: %s", error)
-        except HostMemoryError as error:
-            self._stop_dividing()
-            _log.info("what is lent to activations stays: %s", error)
-        else:
-            sizes = format_size(plan.states.total), format_size(self.lent_bytes)
-            _log.info("host memory beyond the weights: %s hold states, %s are lent to activations", *sizes)
-
-    def _stop_dividing(self) -> None:
-        self._spare, self.kept.measures = None, False
+            except HostMemoryError as error:
+                _log.info("the division of host memory stays: %s", error)
+                self._division.stop()
+            else:
+                sizes = format_size(plan.states.total), format_size(plan.lent_bytes)
+                _log.info("host memory beyond the weights: %s hold states, %s are lent to activations", *sizes)
+        if self._division.ended:
+            self._division = None
 
     # ---- changing the plan ----------------------------------------------------------------------------------
 
@@ -308,7 +233,7 @@ class HostBudget:
         share_room(plan, tensors)
         tickets = []
         for tensor in tensors:
-            # What is lent goes back to the system in one piece, and so in whole huge pages.
+            # Lent memory goes back to the system in one piece, and so in whole huge pages.
             kept = 0 if plan.lends else tensor.kept_elements
             planes = [(plane.id, plane.plane.bytes(kept)) for plane in tensor.planes.values()]
             if planes:

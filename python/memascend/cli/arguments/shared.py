@@ -25,7 +25,7 @@ EXPERTS_TEXT = (
     "expert and not of a layer; adapters are then on the other modules"
 )
 SPARE_TEXT = (
-    "what --host-memory beyond the weights is for, where not all fits: states stay and are not read, activations stay "
+    "use of --host-memory beyond the weights, where not all fits: states stay and are not read, activations stay "
     "and are not computed again, or auto, which tries both and takes the faster"
 )
 DTYPE = (
