@@ -29,7 +29,7 @@ VOLUME, DEVICE = f"crates/{NVME}/src/volume", f"crates/{NVME}/src/block_device"
 #: Tests of the crates that a mutation has to fail: cargo's words for the program, and those that it runs of them.
 TESTS = {
     NVME: (("--lib",), "volume::", "block_device::notes::"),
-    STORE: (("--lib", "--test", "power"),),
+    STORE: (("--lib", "--test", "power", "--test", "flips"),),
 }
 #: A mutation changes a line or two: the rest of its crate is not compiled again.
 ENVIRONMENT = os.environ | {"CARGO_PROFILE_CHECKED_INCREMENTAL": "true", "CARGO_PROFILE_CHECKED_CODEGEN_UNITS": "256"}
@@ -179,6 +179,42 @@ MUTANTS = (
         "crates/memascend-store/src/commit.rs",
         "        self.members.iter().try_for_each(|member| member.clear_note())?;\n",
         "",
+    ),
+    Mutant(
+        "no generation leaves the manifest after a flush has failed",
+        "crates/memascend-store/src/commit.rs",
+        "        self.members.iter().try_for_each(Member::check_flushes)?;\n        if snapshots",
+        "        if snapshots",
+    ),
+    Mutant(
+        "a generation that is overwritten in place leaves a manifest with snapshots first",
+        "crates/memascend-store/src/commit.rs",
+        "        self.write_manifest(None, &snapshots).map_err(|failed| failed.error)?;\n",
+        "",
+    ),
+    Mutant(
+        "what only memory has is written before the manifest",
+        "crates/memascend-store/src/commit.rs",
+        "        self.write_kept()?;\n",
+        "",
+    ),
+    Mutant(
+        "no manifest is written where what only memory has was not",
+        "crates/memascend-store/src/commit.rs",
+        "        self.write_kept()?;\n",
+        "        let _ = self.write_kept();\n",
+    ),
+    Mutant(
+        "the only whole manifest is not written over",
+        "crates/memascend-store/src/member.rs",
+        "        self.settle_note()?;\n",
+        "",
+    ),
+    Mutant(
+        "a run that went back settles that",
+        "crates/memascend-store/src/commit.rs",
+        "        self.on_all(|_, member| member.settle_note())\n",
+        "        Ok(())\n",
     ),
     Mutant(
         "a flush that has failed is remembered",
