@@ -53,11 +53,11 @@ SOAK_FAULTS ?= 380
 SOAK_PROGRAMS ?= 10000
 # Of whole stores on simulated drives, and of the code that writes manifests over simulated directories and devices.
 POWER_CUTS = export MEMASCEND_SEEDS=$(SOAK_SEEDS) && \
-	cargo test --profile checked --workspace --quiet --test power -- --show-output && \
-	cargo test --profile checked --package memascend-nvme --quiet --lib power -- --show-output
+	cargo test --profile soak --workspace --quiet --test power -- --show-output && \
+	cargo test --profile soak --package memascend-nvme --quiet --lib power -- --show-output
 soak: test-rust loom $(WHEEL) $(STAMPS)/test ## run every test, with long sweeps (SOAK_SEEDS, SOAK_KILLS, SOAK_FAULTS, SOAK_PROGRAMS): hours
 	$(POWER_CUTS)
-	MEMASCEND_SEEDS=10000 cargo test --profile checked --workspace --quiet --test simulated
+	MEMASCEND_SEEDS=10000 cargo test --profile soak --workspace --quiet --test simulated -- --show-output
 	MEMASCEND_SEEDS=3000 MEMASCEND_ALLOCATIONS=all cargo test --profile checked --workspace --quiet --test tampered --test allocations
 	export MEMASCEND_FRESH=1 MEMASCEND_SEEDS=1000 MEMASCEND_KILLS=$(SOAK_KILLS) MEMASCEND_FAULTS=$(SOAK_FAULTS) MEMASCEND_PROGRAMS=$(SOAK_PROGRAMS) MEMASCEND_DEEPSPEED_CASES=all && $(PYTEST) $(AT_ONCE) -m '' --timeout 7200 .
 
