@@ -89,9 +89,12 @@ test-rust: ## run the tests of the Rust crates
 loom: ## try the orders of threads that the pool allows, on loom's models
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
 
-asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain)
-	MEMASCEND_SEEDS=300 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --quiet --workspace --exclude memascend-py \
-		--target x86_64-unknown-linux-gnu --target-dir target/asan
+# More seeds for random transfers alone: as many power cuts would take a day.
+ASAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --profile soak --quiet \
+	--target x86_64-unknown-linux-gnu --target-dir target/asan
+asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain; ARGS: cargo's, as --package memascend-mem)
+	$(ASAN) $(or $(ARGS),--workspace --exclude memascend-py)
+	$(if $(ARGS),,MEMASCEND_SEEDS=300 $(ASAN) --workspace --test simulated)
 
 mutants: ## leave out, one at a time, what makes a step durable: each has to fail a test (minutes)
 	python3 tests/mutants.py

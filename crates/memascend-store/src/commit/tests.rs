@@ -525,3 +525,40 @@ fn what_only_memory_has_is_written_before_a_manifest_names_it() {
     }
     assert!(failed > 32, "{failed} commits failed");
 }
+
+/// Parts that memory has are between parts that the drive alone has.
+#[test]
+fn a_value_that_memory_has_in_part_is_read_and_committed_whole() {
+    const BLOCK: u64 = 4096;
+    let drive = Drive::new(Faults::default(), false);
+    let store = drive.open(true);
+    let id = store.create_tensor("weights", 5 * BLOCK).unwrap();
+    let extent = store.current(id);
+    transfer(&store, Operation::Write, extent, 1);
+    store.keep(extent, BLOCK, buffer(BLOCK, 2), false);
+    let written = buffer(BLOCK, 3);
+    store.transfer_wait(Operation::Write, extent, 3 * BLOCK, written.clone()).unwrap();
+    store.keep(extent, 3 * BLOCK, written, true);
+    let read = |store: &Store| -> Result<Vec<(u8, bool)>> {
+        let all = buffer(5 * BLOCK, 0);
+        let extent = store.current(store.find_tensor("weights").unwrap());
+        store.transfer_wait(Operation::Read, extent, 0, all.clone())?;
+        // SAFETY: the transfer has ended.
+        let bytes = unsafe { all.as_slice() };
+        Ok(bytes
+            .chunks(BLOCK as usize)
+            .map(|block| (block[0], block.iter().all(|byte| *byte == block[0])))
+            .collect())
+    };
+    let right: Vec<(u8, bool)> = [1, 2, 1, 3, 1].map(|value| (value, true)).to_vec();
+    assert_eq!(read(&store).unwrap(), right);
+    // Each of the three parts that come from the drive may fail.
+    for part in 1..=3 {
+        drive.power.cut_at(part);
+        read(&store).unwrap_err();
+        drive.power.restore();
+    }
+    store.commit("1").unwrap();
+    assert_eq!(read(&store).unwrap(), right);
+    assert_eq!(read(&drive.open_after_crash(store)).unwrap(), right);
+}
