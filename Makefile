@@ -90,8 +90,8 @@ loom: ## try the orders of threads that the pool allows, on loom's models
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
 
 # More seeds for random transfers alone: as many power cuts would take a day.
-ASAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address cargo test --profile soak --quiet \
-	--target x86_64-unknown-linux-gnu --target-dir target/asan
+ASAN = LSAN_OPTIONS=suppressions=$(ROOT)/tests/lsan.supp RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
+	cargo test --profile soak --quiet --target x86_64-unknown-linux-gnu --target-dir target/asan
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain; ARGS: cargo's, as --package memascend-mem)
 	$(ASAN) $(or $(ARGS),--workspace --exclude memascend-py)
 	$(if $(ARGS),,MEMASCEND_SEEDS=300 $(ASAN) --workspace --test simulated)
