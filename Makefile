@@ -89,11 +89,12 @@ test-rust: ## run the tests of the Rust crates
 loom: ## try the orders of threads that the pool allows, on loom's models
 	cargo test --profile checked --quiet --package memascend-mem --features loom --test loom
 
-# More seeds for random transfers alone: as many power cuts would take a day.
+# More seeds for random transfers alone: as many power cuts would take a day. The sanitizer's munlock does nothing, while
+# mlock2 locks: locked memory cannot be given back.
 ASAN = LSAN_OPTIONS=suppressions=$(ROOT)/tests/lsan.supp RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
 	cargo test --profile soak --quiet --target x86_64-unknown-linux-gnu --target-dir target/asan
 asan: ## run the Rust tests under AddressSanitizer (an x86-64 Linux toolchain; ARGS: cargo's, as --package memascend-mem)
-	$(ASAN) $(or $(ARGS),--workspace --exclude memascend-py)
+	$(ASAN) $(or $(ARGS),--workspace --exclude memascend-py) -- --skip given_back_memory_is_neither_resident_nor_registered
 	$(if $(ARGS),,MEMASCEND_SEEDS=300 $(ASAN) --workspace --test simulated)
 
 mutants: ## leave out, one at a time, what makes a step durable: each has to fail a test (minutes)
