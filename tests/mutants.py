@@ -26,10 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutants"
 NVME, STORE = "memascend-nvme", "memascend-store"
 VOLUME, DEVICE = f"crates/{NVME}/src/volume", f"crates/{NVME}/src/block_device"
-#: Tests of the crates that a mutation has to fail: cargo's words for the program, and those that it runs of them.
-TESTS = {
-    NVME: (("--lib",), "volume::", "block_device::notes::"),
-    STORE: (("--lib", "--test", "power"),),
+#: Tests of the crates that a mutation has to fail: cargo's words for the programs, which are built and run in turn,
+#: and those tests that are run of them.
+TESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    NVME: (("--lib",), ("volume::", "block_device::notes::")),
+    STORE: (("--lib", "--test=flips", "--test=power"), ()),
 }
 #: A mutation changes a line or two: the rest of its crate is not compiled again.
 ENVIRONMENT = os.environ | {"CARGO_PROFILE_CHECKED_INCREMENTAL": "true", "CARGO_PROFILE_CHECKED_CODEGEN_UNITS": "256"}
@@ -181,6 +182,42 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "no generation leaves the manifest after a flush has failed",
+        "crates/memascend-store/src/commit.rs",
+        "        self.members.iter().try_for_each(Member::check_flushes)?;\n        if snapshots",
+        "        if snapshots",
+    ),
+    Mutant(
+        "a generation that is overwritten in place leaves a manifest with snapshots first",
+        "crates/memascend-store/src/commit.rs",
+        "        self.write_manifest(None, &snapshots).map_err(|failed| failed.error)?;\n",
+        "",
+    ),
+    Mutant(
+        "what only memory has is written before the manifest",
+        "crates/memascend-store/src/commit.rs",
+        "        self.write_kept()?;\n",
+        "",
+    ),
+    Mutant(
+        "no manifest is written where what only memory has was not",
+        "crates/memascend-store/src/commit.rs",
+        "        self.write_kept()?;\n",
+        "        let _ = self.write_kept();\n",
+    ),
+    Mutant(
+        "the only whole manifest is not written over",
+        "crates/memascend-store/src/member.rs",
+        "        self.settle_note()?;\n",
+        "",
+    ),
+    Mutant(
+        "a run that went back settles that",
+        "crates/memascend-store/src/commit.rs",
+        "        self.on_all(|_, member| member.settle_note())\n",
+        "        Ok(())\n",
+    ),
+    Mutant(
         "a flush that has failed is remembered",
         "crates/memascend-store/src/member.rs",
         "            let _ = self.lost.set((path.clone(), source.raw_os_error().unwrap_or(libc::EIO)));\n",
@@ -276,20 +313,25 @@ def _first_failure(package: str, *, only: Sequence[str] = ()) -> str | None:
 
     With `only`, these tests alone are run.
     """
-    target, *chosen = TESTS[package]
-    if only:
-        chosen = [*only, "--exact"]
-    build = ["cargo", "test", "--profile", "checked", "--package", package, *target, "--no-run"]
+    targets, chosen = TESTS[package]
+    words = (*only, "--exact") if only else chosen
+    failures = (
+        _first_failure_of_program([_built(package, target), *words], COPY / "crates" / package) for target in targets
+    )
+    return next((failure for failure in failures if failure), None)
+
+
+def _built(package: str, target: str) -> str:
+    """Build a program of tests as the sources are, and return its path."""
+    words = ["cargo", "test", "--profile", "checked", "--package", package, target, "--no-run"]
     built = subprocess.run(
-        [*build, "--message-format=json"], cwd=COPY, capture_output=True, text=True, check=False, env=ENVIRONMENT
+        [*words, "--message-format=json"], cwd=COPY, capture_output=True, text=True, check=False, env=ENVIRONMENT
     )
     if built.returncode:
         sys.exit(f"{package} does not compile:\n{built.stderr[-2000:]}")
     messages = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
-    programs = [message["executable"] for message in messages if message.get("executable")]
-    assert programs, f"cargo has built no tests of {package}"
-    failures = (_first_failure_of_program([program, *chosen], COPY / "crates" / package) for program in programs)
-    return next((failure for failure in failures if failure), None)
+    (program,) = [message["executable"] for message in messages if message.get("executable")]
+    return str(program)
 
 
 def _first_failure_of_program(words: list[str], folder: Path) -> str | None:

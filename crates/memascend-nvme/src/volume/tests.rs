@@ -14,6 +14,19 @@ fn reserving_more_than_the_disk_has_changes_nothing() {
     assert_eq!(std::fs::metadata(volume.file().path()).unwrap().len(), 8192);
 }
 
+/// A write behind the end would make the file as long again, with zeros for bytes of a generation.
+#[test]
+fn a_file_that_was_cut_short_is_not_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let volume = Volume::create(directory.path(), true).unwrap();
+    volume.file().check_writable().unwrap();
+    volume.reserve(8192).unwrap();
+    volume.file().check_writable().unwrap();
+    std::fs::OpenOptions::new().write(true).open(volume.file().path()).unwrap().set_len(4096).unwrap();
+    let error = volume.file().check_writable().unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+}
+
 #[test]
 fn a_store_is_its_owners_alone() {
     use std::os::unix::fs::PermissionsExt;

@@ -146,6 +146,25 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
+fn buffer(bytes: u64, value: u8) -> LeaseSlice {
+    let class = SizeClass::new("test", bytes as usize, 1);
+    let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
+    let lease = Arc::new(pool.try_lease(bytes as usize).unwrap().unwrap());
+    let buffer = LeaseSlice::new(lease, 0, bytes as usize);
+    // SAFETY: the only handle to the buffer.
+    unsafe { buffer.as_mut_slice() }.fill(value);
+    buffer
+}
+
+/// Writes an extent full of `value`, or asserts that it reads so.
+fn transfer(store: &Store, operation: Operation, extent: Extent, value: u8) {
+    let buffer = buffer(extent.bytes, if operation == Operation::Write { value } else { !value });
+    store.transfer_wait(operation, extent, 0, buffer.clone()).unwrap();
+    // SAFETY: the transfer has ended.
+    let bytes = unsafe { buffer.as_slice() };
+    assert!(bytes.iter().all(|byte| *byte == value), "{extent:?} is not {value}");
+}
+
 /// A tensor's value and where it lies.
 type Values = BTreeMap<String, (u8, Extent)>;
 
@@ -195,18 +214,7 @@ impl Trial<'_> {
     }
 
     fn transfer(&self, operation: Operation, extent: Extent, value: u8) {
-        let class = SizeClass::new("test", extent.bytes as usize, 1);
-        let pool = Pool::new(&PageableAllocator::default(), &[class]).unwrap();
-        let lease = Arc::new(pool.try_lease(extent.bytes as usize).unwrap().unwrap());
-        let buffer = LeaseSlice::new(lease, 0, extent.bytes as usize);
-        if operation == Operation::Write {
-            // SAFETY: the only handle to the buffer.
-            unsafe { buffer.as_mut_slice() }.fill(value);
-        }
-        self.store().transfer_wait(operation, extent, 0, buffer.clone()).unwrap();
-        // SAFETY: the transfer has ended.
-        let bytes = unsafe { buffer.as_slice() };
-        assert!(bytes.iter().all(|byte| *byte == value), "{extent:?} is not {value}");
+        transfer(self.store(), operation, extent, value);
     }
 
     /// Everything that may be needed again.
@@ -437,4 +445,120 @@ proptest! {
             }
         }
     }
+}
+
+/// A simulated drive with one store, and the power that it hangs on.
+struct Drive {
+    root: tempfile::TempDir,
+    power: Arc<Power>,
+    disk: Arc<SimDisk>,
+    options: StoreOptions,
+}
+
+impl Drive {
+    fn new(faults: Faults, in_place: bool) -> Self {
+        let power = Power::new();
+        Self {
+            root: tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap(),
+            disk: SimDisk::with_power(faults, Arc::clone(&power)),
+            power,
+            options: StoreOptions { direct: false, in_place, ..StoreOptions::default() },
+        }
+    }
+
+    fn open(&self, create: bool) -> Store {
+        let open = |file: &Arc<VolumeFile>| {
+            let engine = SimEngine::new(file, Arc::clone(&self.disk)).with_notes(SimNotePlace::File);
+            Ok(OpenedEngine { engine: Arc::new(engine), notice: None })
+        };
+        let directories = [self.root.path().join("volume")];
+        let opened = if create { Store::create_with } else { Store::open_with };
+        opened(&directories, &self.options, &open).unwrap()
+    }
+
+    /// Opens the store after a power failure.
+    fn open_after_crash(&self, store: Store) -> Store {
+        drop(store);
+        self.disk.crash();
+        self.open(false)
+    }
+}
+
+/// What is overwritten in place leaves the manifest first, in favour of the next generation. None follows a
+/// flush that failed.
+#[test]
+fn the_last_generation_is_not_given_up_after_a_flush_has_failed() {
+    let drive = Drive::new(Faults::default(), true);
+    let store = drive.open(true);
+    let id = store.create_tensor("weights", 8192).unwrap();
+    transfer(&store, Operation::Write, store.current(id), 1);
+    store.commit("1").unwrap();
+    drive.power.cut_at(1);
+    store.sync().unwrap_err();
+    drive.power.restore();
+    let error = store.rewrite(id).unwrap_err();
+    assert!(matches!(error, StoreError::Volume(IoError::Flush { .. })), "{error}");
+    let store = drive.open_after_crash(store);
+    assert_eq!(store.state().as_deref(), Some("1"));
+    transfer(&store, Operation::Read, store.current(store.find_tensor("weights").unwrap()), 1);
+}
+
+/// No checksum tells of a part that is in memory alone: it has none until it is written.
+#[test]
+fn what_only_memory_has_is_written_before_a_manifest_names_it() {
+    let mut failed = 0;
+    for seed in 0..32 {
+        let drive = Drive::new(Faults { seed, write_error_one_in: 2, ..Faults::default() }, false);
+        let store = drive.open(true);
+        let id = store.create_tensor("weights", 8192).unwrap();
+        for value in 1..=3 {
+            let target = store.rewrite(id).unwrap().target;
+            store.keep(target, 0, buffer(4096, value), false);
+            store.keep(target, 4096, buffer(4096, value), false);
+            while store.commit(&value.to_string()).is_err() {
+                failed += 1;
+            }
+        }
+        let store = drive.open_after_crash(store);
+        assert_eq!(store.state().as_deref(), Some("3"));
+        transfer(&store, Operation::Read, store.current(store.find_tensor("weights").unwrap()), 3);
+    }
+    assert!(failed > 32, "{failed} commits failed");
+}
+
+/// Parts that memory has are between parts that the drive alone has.
+#[test]
+fn a_value_that_memory_has_in_part_is_read_and_committed_whole() {
+    const BLOCK: u64 = 4096;
+    let drive = Drive::new(Faults::default(), false);
+    let store = drive.open(true);
+    let id = store.create_tensor("weights", 5 * BLOCK).unwrap();
+    let extent = store.current(id);
+    transfer(&store, Operation::Write, extent, 1);
+    store.keep(extent, BLOCK, buffer(BLOCK, 2), false);
+    let written = buffer(BLOCK, 3);
+    store.transfer_wait(Operation::Write, extent, 3 * BLOCK, written.clone()).unwrap();
+    store.keep(extent, 3 * BLOCK, written, true);
+    let read = |store: &Store| -> Result<Vec<(u8, bool)>> {
+        let all = buffer(5 * BLOCK, 0);
+        let extent = store.current(store.find_tensor("weights").unwrap());
+        store.transfer_wait(Operation::Read, extent, 0, all.clone())?;
+        // SAFETY: the transfer has ended.
+        let bytes = unsafe { all.as_slice() };
+        Ok(bytes
+            .chunks(BLOCK as usize)
+            .map(|block| (block[0], block.iter().all(|byte| *byte == block[0])))
+            .collect())
+    };
+    let right: Vec<(u8, bool)> = [1, 2, 1, 3, 1].map(|value| (value, true)).to_vec();
+    assert_eq!(read(&store).unwrap(), right);
+    // Each of the three parts that come from the drive may fail.
+    for part in 1..=3 {
+        drive.power.cut_at(part);
+        read(&store).unwrap_err();
+        drive.power.restore();
+    }
+    store.commit("1").unwrap();
+    assert_eq!(read(&store).unwrap(), right);
+    assert_eq!(read(&drive.open_after_crash(store)).unwrap(), right);
 }

@@ -311,6 +311,7 @@ impl Disk {
                     Some(stored) => part.copy_from_slice(&stored[inside..inside + bytes]),
                     None => part.fill(0),
                 },
+                Operation::Write if bytes == BLOCK_BYTES => drop(self.cached.insert(number, (&*part).into())),
                 Operation::Write => {
                     let old = || self.durable.get(&number).cloned().unwrap_or_else(zeros);
                     self.cached.entry(number).or_insert_with(old)[inside..inside + bytes]
