@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -296,6 +297,30 @@ def test_a_folder_that_is_not_there(room: Path, path: str, capfd: pytest.Capture
     assert f"--out {room / path} cannot be written: " in refusal(
         capfd, generate(room, "model", "prompts.txt", "--out", str(room / path))
     )
+
+
+@pytest.mark.root
+def test_drives_without_room(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with faults.mounted("tmpfs", 1 << 20, room / "drive") as drive:
+        drive.fill()
+        words = ["chat", str(room / "model"), "--base-bits", "4", "--store", str(drive.path)]
+        assert f"{drive.path} has no room for a copy of the weights" in refusal(capfd, words)
+        out = drive.path / "a.jsonl"
+        told = refusal(capfd, generate(room, "model", "prompts.txt", "--out", str(out)))
+        assert f"cannot write --out {out}.partial: No space left on device (free space there" in told
+        told = refusal(capfd, ["export", str(room / "model"), "--format", "gguf", "--out", str(drive.path / "out")])
+        assert f"cannot write {drive.path / 'out'}: No space left on device (free space there" in told
+        assert [path.name for path in drive.path.iterdir()] == ["ballast"]
+
+
+@pytest.mark.root
+def test_a_store_for_a_copy_that_cannot_be_written(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with contextlib.ExitStack() as cleanup:
+        faults.mount(["-o", "bind,ro", str(room)], room.parent / f"{room.name} read only", cleanup)
+        place = room.parent / f"{room.name} read only"
+        told = refusal(capfd, ["chat", str(room / "model"), "--store", str(place)])
+        assert f"--store {place}: Read-only file system" in told and "--out" not in told
+    place.rmdir()
 
 
 def test_an_output_is_written_by_one_process(room: Path) -> None:

@@ -49,6 +49,10 @@ def test_the_doctor_says_what_is_not_there(tmp_path: Path, capfd: pytest.Capture
     assert "No such file or directory (make it first" in told and "Errno" not in told
 
 
+def test_a_demo_refuses_its_output_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert f"--out {tmp_path} already exists" in refusal(capfd, ["demo", "--random", "--out", str(tmp_path)])
+
+
 def test_a_torn_model_of_the_demo(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

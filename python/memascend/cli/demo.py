@@ -53,6 +53,8 @@ def demo(
 ) -> int:
     """Run the demo, print the comparison, and return the exit code."""
     began = time.monotonic()
+    if out is not None and os.path.lexists(out):
+        raise OutputError(f"--out {out} already exists: choose another, or move it away")
     if store is not None:
         try:
             store.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,8 @@ def _new_file(out: Path, prompts: int) -> Iterator[TextIO]:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise OutputError(f"--out {out} cannot be written: {system_line(error, out.parent)}") from error
-    with open(descriptor, "r+", encoding="utf-8") as file:
+    file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115  # Closing may fail where writing has.
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -129,13 +130,15 @@ def _new_file(out: Path, prompts: int) -> Iterator[TextIO]:
             os.rename(partial, out)
         except BaseException:
             with suppress(OSError):
-                file.seek(0)
-                lines = file.read().count("\n")
+                lines = partial.read_bytes().count(b"\n")
                 if lines:
                     note(f"{lines:,} of {prompts:,} answers are in {partial}, which the same command begins anew")
                 else:
                     partial.unlink()
             raise
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 def _answer(

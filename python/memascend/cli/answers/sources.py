@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ from memascend.cli.errors import note
 from memascend.cli.hub import model_directory
 from memascend.common.outputs import workspace
 from memascend.common.sizes import format_least, format_size
-from memascend.errors import BudgetError, CheckpointError, DataError, OutputError, system_line
+from memascend.errors import BudgetError, CheckpointError, DataError, OutputError, StoreError, system_line
 from memascend.formats.adapters import add_as_in, is_adapter, is_model, load_adapters, model_of
 from memascend.formats.config import INSTEAD, checkpoint_dtype, limits, load_config
 from memascend.formats.side_files import has_tokenizer
@@ -173,10 +174,19 @@ def _opened(source: ModelSource, host_memory: int | str, how: Opening, stack: Ex
     folder = how.store or cache_directory()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        work = stack.enter_context(workspace(folder / "answers", replaces=True))
     except OSError as error:
-        raise OutputError(f"--store {system_line(error, folder)}: give another directory") from error
-    work = stack.enter_context(workspace(folder / "answers", replaces=True))
-    return _from_directory(source, work / "store", host_memory, how)
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        raise OutputError(f"--store {system_line(cause, folder)}: give another directory") from error
+    try:
+        return _from_directory(source, work / "store", host_memory, how)
+    except StoreError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OutputError(
+            f"{folder} has no room for a copy of the weights, which are not read where they are: free some space "
+            "there, or give another --store"
+        ) from error
 
 
 def _from_directory(source: ModelSource, store: Path, host_memory: int | str, how: Opening) -> Any:
