@@ -23,6 +23,8 @@ from memascend.hardware import gpu
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, on the layers of GPT-2
+
 SEED = int(os.environ.get("MEMASCEND_SEED", "0"))
 PLANS = 3
 #: Of the share of the bytes that a lever saves; the shares are rounded.

@@ -158,8 +158,10 @@ def _changes(
     if with_update and plan.update == "forward" and work.grad_accum == 1:
         options: dict[str, Any] = {"update": "backward", "on_device": plan.on_device, "inputs": plan.inputs}
         least = smallest_plan(units, **options).total
-        early = make_plan(units, max(plan.budget, least), **options, threads=plan.update_threads)
-        yield "--update backward --max-grad-norm 0 (without clipping)", early, work
+        mib = math.ceil(least / _MIB)
+        larger = f" --host-memory {mib}MiB" if plan.budget < least else ""
+        early = make_plan(units, mib * _MIB if larger else plan.budget, **options, threads=plan.update_threads)
+        yield f"--update backward --max-grad-norm 0{larger} (without clipping)", early, work
     seldom = replace(work, period=_PERIOD)
     may_be_seldom = 0 < work.period < _PERIOD
     if may_be_seldom:
