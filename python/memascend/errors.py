@@ -1,6 +1,7 @@
 """The exceptions of memascend: all but Abandoned derive from MemascendError, most also from the builtin they refine."""
 
-from os import PathLike, fspath
+import errno
+from os import PathLike, fsdecode, fspath
 from typing import Any
 
 
@@ -130,11 +131,45 @@ def closed_error(runtime: Any, message: str) -> MemascendError:
 INCOMPLETE = "the store is not as a run left it; restore it from a copy, or begin the run anew"
 
 
+#: The remedy for an error of the system, by its number.
+_SYSTEM_REMEDIES = {
+    errno.EACCES: "this user may not: change its permissions, or choose another place",
+    errno.EPERM: "this user may not: change its permissions, or choose another place",
+    errno.ENOENT: "make it first, or choose another place",
+    errno.ENOTDIR: "give a path below a directory",
+    errno.EISDIR: "give a path of a file",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOSPC: "free space there, or choose another place",
+    errno.EDQUOT: "free space there, or choose another place",
+    errno.EROFS: "choose another place, or mount it for writing",
+    errno.EFBIG: "this process may write no larger files: see `ulimit -f`",
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.ELOOP: "a link there leads to itself",
+}
+
+
+def system_line(error: OSError, path: str | PathLike[str] | None = None) -> str:
+    """Return the message of an error of the system with its path and a remedy, without its number.
+
+    Args:
+        error: any OSError.
+        path: of the file or directory, where the system gave none.
+    """
+    if error.errno is None or error.strerror is None:
+        return str(error).strip() or type(error).__name__
+    named = error.filename if path is None else fspath(path)
+    where = "" if named is None else f"{named if isinstance(named, int) else fsdecode(named)}: "
+    remedy = _SYSTEM_REMEDIES.get(error.errno)
+    return f"{where}{error.strerror}{f' ({remedy})' if remedy else ''}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type where the message is empty.
 
     A line that ends in a colon comes with the next one.
     """
+    if isinstance(error, OSError) and not isinstance(error, MemascendError):
+        return system_line(error)
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     return f"{first} {others[0].strip()}" if others and first.endswith(":") else first
 

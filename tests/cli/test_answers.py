@@ -218,8 +218,8 @@ def test_prompts_of_records(tmp_path: Path) -> None:
         (["--max-new-tokens", "255"], "give --max-new-tokens 2"),
         (["--prompts", "no.txt"], "--prompts no.txt cannot be read"),
         (["--out", "."], "--out . exists"),
-        (["--out", "no/such/folder"], "or its folder does not"),
-        (["--host-memory", "1MiB"], "more of --host-memory are for keys and values"),
+        (["--out", "no/such/folder"], "--out no/such/folder cannot be written"),
+        (["--host-memory", "1MiB"], "more are for keys and values: give --host-memory"),
         (["--tokenizer", "."], "holds no tokenizer"),
     ],
 )

@@ -117,12 +117,24 @@ def test_the_part_of_a_store_that_is_missing_is_named(tmp_path: Path, capfd: pyt
     train(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b").rename(tmp_path / "elsewhere")
     (tmp_path / "b").mkdir()  # the place where its drive is mounted
-    for words in (("inspect", tmp_path / "a"), ("verify", tmp_path / "a")):
-        error = told(capfd, *words, code=2)
+    for command in ("inspect", "verify", "checkpoints"):
+        error = told(capfd, command, tmp_path / "a", code=2)
         assert f"whose other part is in {tmp_path}/b, and that is not there: mount its drive" in error
+    assert main.main(["inspect", str(tmp_path / "a"), "--json"]) == main.BAD_INPUT
+    found = json.loads(capfd.readouterr().out)
+    assert found["missing"] and found["steps"] == 2 and len(found["tensors"]) > 5
+    assert [volume["path"] for volume in found["volumes"]] == [str(tmp_path / name) for name in "ab"]
+    assert main.main(["inspect", str(tmp_path / "a")]) == main.BAD_INPUT
+    text = capfd.readouterr().out
+    assert "step 2, generation" in text and f"{tmp_path}/b: 50% of the store, not there" in text
     with pytest.raises(memascend.StoreError, match="mount its drive"):
         memascend.can_resume(tmp_path / "a")
     assert "it is empty; mount its drive" in told(capfd, "inspect", tmp_path / "b", code=2)
+    (tmp_path / "a" / "memascend.volume").rename(tmp_path / "volume")
+    assert "the file memascend.volume beside it is gone" in told(capfd, "inspect", tmp_path / "a", code=2)
+    (tmp_path / "volume").rename(tmp_path / "a" / "memascend.volume")
+    (tmp_path / "a" / "memascend.json").unlink()
+    assert "no manifest (memascend.json)" in told(capfd, "inspect", tmp_path / "a", code=2)
     assert "it does not exist; mount its drive" in told(capfd, "inspect", tmp_path / "c", code=2)
 
 

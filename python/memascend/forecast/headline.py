@@ -54,7 +54,14 @@ def _fit(prediction: Mapping[str, Any], free_bytes: int | None) -> str:
     in_place = total - space["second_slot_bytes"] - space["kept_bytes"]
     if in_place <= free_bytes and not space["kept_bytes"]:
         return f"fits without durable steps (--durability none): {taken}"
-    return f"does not fit: {taken}. Options that take less: --states 8bit, --durability none, --lora-rank 16"
+    saving = {lever["change"] for lever in prediction["endurance"]["savings"]}
+    options = [  # Without those in use.
+        *(["--states 8bit"] if "--states 8bit" in saving else []),
+        *(["--durability none"] if space["second_slot_bytes"] else []),
+        *(["--lora-rank 16"] if space["moments_bytes"] else []),
+    ]
+    less = f"Options that take less: {', '.join(options)}" if options else "Another --store or a smaller model would"
+    return f"does not fit: {taken}. {less}"
 
 
 def _seconds(step: Mapping[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,24 @@ if TYPE_CHECKING:
 CONFIG_NAME = "adapter_config.json"
 #: The names of the file with their weights; a directory has one of them.
 _WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+#: PEFT's name for the adapters of a model that has no others.
+_ADAPTER = "default"
 #: Errors whose messages are for the user already.
 _OWN = (MemascendError, MemoryError, OSError)
 
 
 def is_adapter(directory: Path) -> bool:
     """Return whether a directory holds adapters and no model."""
-    return (directory / CONFIG_NAME).is_file() and not (directory / "config.json").is_file()
+    with suppress(PermissionError):  # A directory of another user's: the one who opens it says so.
+        return (directory / CONFIG_NAME).is_file() and not (directory / "config.json").is_file()
+    return False
+
+
+def is_model(directory: Path) -> bool:
+    """Return whether a directory holds a model."""
+    with suppress(PermissionError):
+        return (directory / "config.json").is_file()
+    return False
 
 
 def model_of(directory: Path, tell: Callable[[str], None]) -> Path:
@@ -65,6 +78,8 @@ def add_as_in(directory: Path, model: nn.Module, *, trained: bool, **options: An
         config = peft.PeftConfig.from_pretrained(str(directory))
         if getattr(config, "megatron_config", None) is not None:  # PEFT would import any module that it names
             raise CheckpointError(f"{directory} holds adapters for layers of Megatron, which memascend has none of")
+        if config.task_type == "CAUSAL_LM" and not hasattr(model, "prepare_inputs_for_generation"):
+            raise _misfit(directory, f"they are of a causal language model, and the model is a {type(model).__name__}")
         config.inference_mode = not trained
         return peft.get_peft_model(model, config, **options)
     except _OWN:
@@ -86,7 +101,7 @@ def load_adapters(model: nn.Module, directory: Path, *, trained: bool) -> Any:
         raise CheckpointError(f"{directory} holds no weights of adapters ({_WEIGHTS_NAMES[0]})")
     adapted = add_as_in(directory, model, trained=trained)
     try:
-        found = adapted.load_adapter(str(directory), "default", is_trainable=trained)
+        found = adapted.load_adapter(str(directory), _ADAPTER, is_trainable=trained)
     except _OWN:
         raise
     except (SafetensorError, UnpicklingError, EOFError) as error:
@@ -97,7 +112,23 @@ def load_adapters(model: nn.Module, directory: Path, *, trained: bool) -> Any:
         raise _misfit(directory, f"their file has no {found.missing_keys[0]}")
     if found.unexpected_keys:
         raise _misfit(directory, f"their file has {found.unexpected_keys[0]}, which {CONFIG_NAME} has no place for")
+    _check_numbers(adapted, directory)
     return adapted
+
+
+def _check_numbers(adapted: nn.Module, directory: Path) -> None:
+    """Raise CheckpointError for adapters with weights or scales that are no finite numbers: no answer would be one."""
+    for name, weight in adapted.named_parameters():
+        if _ADAPTER in name.split(".") and not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"{directory} holds weights that are infinite or no numbers ({name}): they are damaged, or their "
+                "training went wrong"
+            )
+    for name, module in adapted.named_modules():
+        scaling = getattr(module, "scaling", None)
+        scale = scaling.get(_ADAPTER) if isinstance(scaling, dict) else None
+        if isinstance(scale, float) and not math.isfinite(scale):
+            raise CheckpointError(f"{directory / CONFIG_NAME}: the scale of {name} (lora_alpha) is no finite number")
 
 
 def _said(error: Exception) -> str:

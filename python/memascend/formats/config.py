@@ -16,8 +16,9 @@ from memascend.formats.weight_files import weights_dtype
 if TYPE_CHECKING:
     from pathlib import Path
 
-_INSTEAD = (
-    "memascend finetune trains causal language models; for others write the loop with the Python API "
+#: The remedy for a model of another kind.
+INSTEAD = (
+    "memascend finetune, chat and generate take causal language models; for others write the loop with the Python API "
     "(memascend.from_pretrained takes any model)"
 )
 
@@ -37,7 +38,7 @@ def load_config(model_dir: Path, dequantize: bool = False) -> Any:
     config = _causal_config(config_file, named=model_dir)
     problem = why_not_trained_causally(config)
     if problem is not None:
-        raise CheckpointError(f"{model_dir} holds {problem}: {_INSTEAD}")
+        raise CheckpointError(f"{model_dir} holds {problem}: {INSTEAD}")
     return config
 
 
@@ -83,7 +84,7 @@ def _causal_config(config_file: Path, named: Path) -> Any:
     config = read_config(config_file, named)
     if not is_causal(config):
         raise CheckpointError(
-            f"{named} holds a {config.model_type} model, which is no causal language model: {_INSTEAD}"
+            f"{named} holds a {config.model_type} model, which is no causal language model: {INSTEAD}"
         )
     return config
 

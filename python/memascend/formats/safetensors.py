@@ -40,6 +40,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Tensors are converted to another dtype in pieces of this many bytes.
 PIECE_BYTES = 8 * 1024 * 1024
 HEADER_BYTES_MAX = 100 * 1000 * 1000
+#: How the text begins that Git LFS leaves in the place of a large file.
+_LFS_POINTER = b"version https://git-lfs"
 #: The most dimensions of a tensor in PyTorch, and more than any number of elements or bytes.
 DIMENSIONS_MAX, COUNT_MAX = 64, 1 << 63
 #: Metadata that transformers expects in a file.
@@ -83,7 +85,10 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} is not a file")
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > HEADER_BYTES_MAX:
-            raise CheckpointError(f"{self.path} is not a safetensors file")
+            remedy = "download it again"
+            if os.pread(self._fd, len(_LFS_POINTER), 0) == _LFS_POINTER:
+                remedy = "it is a pointer of Git LFS: run `git lfs pull` in its directory"
+            raise CheckpointError(f"{self.path} is not a safetensors file: {remedy}")
         if 8 + length > size:
             raise CheckpointError(
                 f"{self.path} is truncated: its header needs {8 + length} bytes, the file has {size}; download it again"

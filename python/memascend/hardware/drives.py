@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend._memascend import Volume, device_uuid
-from memascend.errors import StoreError
+from memascend.errors import StoreError, system_line
 from memascend.hardware.processors import processors
 
 #: A directory or a raw block device that a store lies on, by its path or as `UUID=...`.
@@ -202,20 +202,24 @@ def _polling_gains(
     return gains
 
 
+def check_place(location: Location) -> None:
+    """Raise StoreError for what is neither a device nor a directory."""
+    if not is_device(location) and not os.path.isdir(location):
+        remedy = "give a directory" if os.path.lexists(location) else "make the directory"
+        raise StoreError(2, f"{os.fspath(location)} is neither a directory nor a block device: {remedy}", location)
+
+
 @contextlib.contextmanager
 def scratch(location: Location) -> Iterator[Location]:
     """Give a device as it is, or a temporary directory in a directory."""
+    check_place(location)
     if is_device(location):
         yield location
         return
-    if not os.path.isdir(location):
-        raise StoreError(
-            2, f"{os.fspath(location)} is neither a directory nor a block device: make the directory", location
-        )
     try:
         folder = tempfile.mkdtemp(prefix=".memascend-bench-", dir=location)
     except OSError as error:
-        message = f"cannot write in {os.fspath(location)}: {error.strerror}"
+        message = f"cannot write in {system_line(error, location)}"
         raise StoreError(error.errno, message, location) from error
     try:
         yield folder

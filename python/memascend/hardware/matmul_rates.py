@@ -71,6 +71,11 @@ def rates_text(dtype: torch.dtype) -> str:
     return f"this processor multiplies {_name(dtype)} at {half:.3g} GFLOP/s a core and float32 at {single:.3g}"
 
 
+def warn_no_more() -> None:
+    """Give no such warning in this process: a command that has no option for another dtype calls this."""
+    _warned.update((torch.bfloat16, torch.float16))
+
+
 def warn_of_slow(dtypes: Iterable[torch.dtype]) -> None:
     """Warn, once in a process for each, of the `dtypes` that a model on the CPU had better not compute in."""
     for dtype in sorted(set(dtypes) - _warned, key=str):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import PAGE_BYTES
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_least, format_size
 from memascend.common.tiles import tile_of
 from memascend.errors import BudgetError
 from memascend.hardware.segments import BLOCK_BYTES, LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, taken_bytes
@@ -503,7 +503,7 @@ def _too_small(plan: DevicePlan, tokens: int | None, most: int | None, computing
         knobs.append(f"a smaller model: its largest part ({largest}) must fit there as a whole")
     return BudgetError(
         f"a device memory budget (device_memory) of {format_size(plan.budget)} is too small: the least is "
-        f"{format_size(plan.smallest_bytes)} ({plan.smallest_bytes} bytes); from {format_size(plan.overlap_bytes)} on, "
-        f"copying overlaps computing. The least plan:\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
+        f"{format_least(plan.smallest_bytes)} ({plan.smallest_bytes} bytes); from {format_size(plan.overlap_bytes)} "
+        f"on, copying overlaps computing. The least plan:\n{table_of(plan.lines)}\nTo lower it: {'; '.join(knobs)}",
         plan.smallest_bytes,
     )

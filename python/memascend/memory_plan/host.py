@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memascend._memascend import FILE_WINDOWS, PAGE_BYTES
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_least, format_size
 from memascend.errors import BudgetError
 from memascend.hardware.memory_limits import available_memory
 from memascend.layout.units import round_up
@@ -298,7 +298,7 @@ def check_available(plan: Plan, held: int = 0) -> None:
     if plan.total <= available:
         return
     remedy = (
-        f"lower host_memory to that (the least is {format_size(plan.smallest_bytes)}), or make room"
+        f"lower host_memory to that (the least is {format_least(plan.smallest_bytes)}), or make room"
         if plan.smallest_bytes <= available
         else f"make room: the least that works is {format_size(plan.smallest_bytes)}"
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memascend._memascend import PAGE_BYTES
-from memascend.common.sizes import format_size
+from memascend.common.sizes import format_least, format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import round_up
 from memascend.memory_plan.in_parts import smaller_in_pieces
@@ -168,7 +168,7 @@ def _too_small(plan: Plan, tensors: Sequence[StoreTensor]) -> BudgetError:
     lowered = f"\nTo lower it: {'; '.join(knobs)}" if knobs else ""
     return BudgetError(
         f"a host memory budget of {format_size(plan.budget)} is too small: the least is "
-        f"{format_size(smallest)} ({smallest} bytes){overlap}. The least plan:\n{plan.table()}"
+        f"{format_least(smallest)} ({smallest} bytes){overlap}. The least plan:\n{plan.table()}"
         f"{lowered}",
         smallest,
     )

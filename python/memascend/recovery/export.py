@@ -11,14 +11,17 @@ import torch
 
 from memascend.common.outputs import put_in_place, workspace, writing
 from memascend.errors import CheckpointError
-from memascend.formats.adapters import CONFIG_NAME, copied_modules, is_adapter, load_adapters, model_of
-from memascend.formats.config import load_config
+from memascend.formats.adapters import CONFIG_NAME, copied_modules, is_adapter, is_model, load_adapters, model_of
+from memascend.formats.config import limits, load_config
 from memascend.formats.distributed import save_distributed
 from memascend.formats.gguf import write_gguf
+from memascend.formats.gguf.architectures import describe
 from memascend.formats.hugging_face import from_pretrained
 from memascend.formats.quantised.forms import form_of
 from memascend.formats.saving import save_pretrained
 from memascend.formats.side_files import add_tokenizer, copy_side_files, has_tokenizer
+from memascend.formats.tokenizers import load_tokenizer
+from memascend.formats.transformers_models import config_of_record, load_any_config
 from memascend.recovery.resume import read_record, resume
 from memascend.session.api import offload_of
 
@@ -62,21 +65,42 @@ def export(paths: Sequence[Path], out: Path, how: Export) -> str:
     if tokenizer is not None and not has_tokenizer(tokenizer):
         raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
     first = paths[0]
-    if is_adapter(first) or (first / "config.json").is_file():
+    if is_adapter(first) or is_model(first):
         _check_directory(paths, how)
     with workspace(out) as work, writing(out):
         finished, model = work / "finished", work / "model"
         written = model if how.layout == "gguf" else finished
         if is_adapter(first):
             what = _merged(first, written, work / "store", how)
-        elif (first / "config.json").is_file():
+        elif is_model(first):
             model, what = first, f"the model in {first}"
         else:
             what = _of_store(paths, written, how)
         if how.layout == "gguf":
-            write_gguf(model, finished, how.dtype, out.name, how.tell, tokenizer=tokenizer)
+            try:
+                write_gguf(model, finished, how.dtype, out.name, how.tell, tokenizer=tokenizer)
+            except CheckpointError as error:  # The user knows the source, and not the directory on the way.
+                raise CheckpointError(str(error).replace(str(model), str(first))) from error
         put_in_place(finished, out)
     return what
+
+
+def _check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
+    """Raise CheckpointError where a tokenizer cannot be loaded, or has tokens that the model has not."""
+    last = max(load_tokenizer(tokenizer).get_vocab().values(), default=0)
+    if last >= vocabulary:
+        raise CheckpointError(
+            f"--tokenizer {tokenizer} has tokens up to {last}, but the model's vocabulary ends at {vocabulary - 1}: "
+            "give the tokenizer that the model was trained with"
+        )
+
+
+def _check_before(config: Any, source: Path, how: Export) -> None:
+    """Raise CheckpointError, before a model is written, where it cannot be written so."""
+    if how.tokenizer is not None:
+        _check_tokenizer(how.tokenizer, limits(config)[0])
+    if how.layout == "gguf":
+        describe(config, source)
 
 
 def _check_directory(paths: Sequence[Path], how: Export) -> None:
@@ -93,6 +117,8 @@ def _check_directory(paths: Sequence[Path], how: Export) -> None:
 def _of_store(paths: Sequence[Path], out: Path, how: Export) -> str:
     """Write the model of a store to `out`."""
     source = read_record(list(paths))["model"]
+    if source["kind"] == "transformers":
+        _check_before(config_of_record(source), paths[0], how)
     # No second slots are needed, since nothing is updated.
     resumed = resume(list(paths), host_memory=how.host_memory, durability="none")
     session = offload_of(resumed.model)
@@ -128,6 +154,7 @@ def _merged(adapter: Path, out: Path, store: Path, how: Export) -> str:
             f"{adapter} holds copies of whole modules ({', '.join(copied)}), and the embedding and the head of "
             f"{directory} are one tensor, which a copy would part: merge it in memory with PEFT (merge_and_unload)"
         )
+    _check_before(load_any_config(directory), directory, how)
     model = from_pretrained(directory, store=store, host_memory=how.host_memory, dtype="auto", frozen="store")
     session = offload_of(model)
     try:

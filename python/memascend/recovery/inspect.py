@@ -15,7 +15,7 @@ from memascend.common.sizes import format_decimal, format_size
 from memascend.durability.outline import parse_outline, what_it_has
 from memascend.errors import StoreError
 from memascend.hardware.drives import notices_of
-from memascend.recovery.running_store import live_report, process_using
+from memascend.recovery.running_store import live_report, process_using, report_without_volume
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
     """Return the contents of a store, as values that JSON can hold.
 
-    Of a run that is going on it is the last durable step, and a notice says so. `step_bytes` counts its weights,
+    Of a run that is going on it is the last durable step, and a notice says so. `missing` is the error of opening a
+    store whose other volume is gone, where the report is from the manifest that is left; else it is None.
+    `step_bytes` counts its weights,
     states and buffers by kind, which a step writes where nothing stays in memory; gradients and activations that pass
     through the store are counted in the life of the volumes alone. `recipe` is the argument of `forecast.of_store`.
 
@@ -34,19 +36,27 @@ def inspect(paths: Sequence[Path], tbw: float | None = None) -> dict[str, Any]:
 
     Raises StoreError for a store that cannot be opened, CheckpointError for one whose record cannot be read.
     """
+    missing: str | None = None
     try:
         with closing(ClosedStore(list(paths))) as store:
             report = store.report() | {"state": store.state, "snapshots": store.snapshots()}
             notices = store.notices
     except StoreError as error:
         process = _user_of_store(error)
-        if process is None:
+        found = report_without_volume(paths) if process is None else None
+        if process is not None:
+            report, notices = live_report(paths, process)
+        elif found is not None:
+            report, notices = found
+            missing = str(error)
+        else:
             raise
-        report, notices = live_report(paths, process)
     state, snapshots = report.pop("state"), report.pop("snapshots")
     # A run that updated in place and was killed leaves nothing but checkpoints.
     record = parse_outline(state, paths) if state is not None else None
-    report["notices"] = notices + notices_of([volume["path"] for volume in report["volumes"]])
+    report["missing"] = missing
+    there = [volume["path"] for volume in report["volumes"] if volume["free_bytes"] is not None or missing is None]
+    report["notices"] = notices + notices_of(there)
     report["checkpoints"] = [
         {"tag": tag, "generation": generation, "bytes": nbytes, "steps": parse_outline(text, paths)["steps"]}
         for tag, generation, nbytes, text in snapshots
@@ -163,9 +173,12 @@ def as_text(report: dict[str, Any], tensors: bool) -> str:
     lines.append(f"{len(report['tensors'])} tensors of {format_size(total_bytes)}")
     for volume in report["volumes"]:
         free = "unknown" if volume["free_bytes"] is None else format_size(volume["free_bytes"])
+        there = f"{format_size(volume['reserved_bytes'])} taken, {free} free"
+        if report["missing"] is not None and not volume["reserved_bytes"]:
+            there = "not there"
         line = (
-            f"{volume['path']}: {volume['share']:.0%} of the store, {format_size(volume['reserved_bytes'])} taken, "
-            f"{free} free; written in the store's life: {volume['life_bytes_written'] / 1e12:.3f} TB"
+            f"{volume['path']}: {volume['share']:.0%} of the store, {there}; "
+            f"written in the store's life: {volume['life_bytes_written'] / 1e12:.3f} TB"
         )
         if "endurance_used" in volume:
             line += f", {volume['endurance_used']:.2%} of the drive's rated endurance"

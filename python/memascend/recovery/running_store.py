@@ -72,6 +72,26 @@ def live_report(paths: Sequence[Path], process: str) -> tuple[dict[str, Any], li
     return _report(body), [f"a run is going on (process {process}): this is its last durable step"]
 
 
+def report_without_volume(paths: Sequence[Path]) -> tuple[dict[str, Any], list[str]] | None:
+    """Return a report as `live_report` does, of a store that lacks a volume: by the manifests of the others.
+
+    None where none of `paths` has a whole manifest, or every volume in it is there.
+    """
+    body = _newest([manifest_in(Path(path) / MANIFEST, tries=1) for path in paths])
+    if body is None:
+        return None
+    volumes = [path_of(volume) for volume in body["volumes"]]
+    gone = [path for path in volumes if not _is_there(path)]
+    if not gone:
+        return None
+    named = ", ".join(map(str, gone))
+    return _report(body), [f"{named} is not there: this is what the manifest on the other volumes says was committed"]
+
+
+def _is_there(volume: Path) -> bool:
+    return is_device(volume) or (volume / _VOLUME).exists()
+
+
 def _report(body: dict[str, Any]) -> dict[str, Any]:
     versions = body["versions"]
 

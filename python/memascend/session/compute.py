@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from memascend.common.sizes import format_size, parse_size
+from memascend.common.sizes import format_least, format_size, parse_size
 from memascend.errors import BudgetError
 from memascend.hardware.cuda import open_device
 from memascend.layout.units import CPU
@@ -167,7 +167,7 @@ class ComputeOptions:
             raise BudgetError(
                 f"device_memory is {format_size(plan.budget)}, but {self.torch_device} has only {format_size(free)} "
                 f"free of {format_size(total)}: another process, or other tensors of this one, hold the rest; free it "
-                f"(see nvidia-smi) or lower device_memory (the least is {format_size(plan.smallest_bytes)})",
+                f"(see nvidia-smi) or lower device_memory (the least is {format_least(plan.smallest_bytes)})",
                 plan.smallest_bytes,
             )
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.cli.answers.generate import GenerateOptions, check_lengths, token_bytes
+from memascend.cli.answers.generate import GenerateOptions, token_bytes
 from memascend.cli.answers.generating import Sampling
 from memascend.cli.answers.room import divide, speed_text
 from memascend.cli.answers.sources import opened, source_of
@@ -34,11 +35,11 @@ def chat(asked: GenerateOptions, context: int = CONTEXT_TOKENS) -> None:
         context: the most tokens of a conversation, for which keys and values are counted in the budget.
     """
     source = source_of(asked.model, asked.tokenizer, as_bytes=asked.as_bytes)
-    texts = Texts(source.tokenizer)
+    texts = Texts(source.tokenizer, limits(source.config)[0])
     _, positions = limits(source.config)
     context = min(context, positions or context)
     new_tokens = min(asked.new_tokens, context // 2)
-    room = divide(asked.host_memory, [context - new_tokens], new_tokens, token_bytes(source), 1)
+    room = divide(asked.host_memory, [context - new_tokens], new_tokens, token_bytes(source), 1, "--context")
     conversing = texts.chats and not asked.raw
     with opened(source, room, asked.opening) as model:
         tell(speed_text(model, source.weights, room))
@@ -51,14 +52,29 @@ def chat(asked: GenerateOptions, context: int = CONTEXT_TOKENS) -> None:
                 continue
             try:
                 prompt = conversation.prompt(line)
-                check_lengths(source, [len(texts.ids(prompt))], new_tokens)
+                _check_length(len(texts.ids(prompt)), new_tokens, context)
                 conversation.answer(prompt)
             except DataError as error:
                 tell(f"{error}; /new begins a new conversation")
 
 
+def _check_length(tokens: int, new_tokens: int, context: int) -> None:
+    """Raise DataError where a conversation and its next answer pass the tokens that memory is counted for."""
+    if tokens == 0:
+        raise DataError("that has no tokens: write a text")
+    if tokens + new_tokens > context:
+        raise DataError(
+            f"the conversation has {tokens:,} tokens, and with an answer of up to {new_tokens:,} would pass the "
+            f"{context:,} of --context (at most the model's positions)"
+        )
+
+
 def _lines() -> Iterator[str]:
     """Yield the lines that the user types, until an empty line or the end."""
+    if sys.stdin is None:  # It was closed before the command began.
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # A line that is no text must not end the conversation.
     asks = sys.stdin.isatty()
     while True:
         if asks:
@@ -66,6 +82,11 @@ def _lines() -> Iterator[str]:
         line = sys.stdin.readline()
         if not line.strip():
             return
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            tell("that line holds bytes that are no text in this terminal's encoding, and was left out: type it anew")
+            continue
         yield line.strip()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,14 +18,15 @@ from memascend.cli.answers.generating import Sampling
 from memascend.cli.answers.room import DividedBudget, cache_bytes, divide, speed_text
 from memascend.cli.answers.sources import ModelSource, Opening, opened, source_of
 from memascend.cli.answers.texts import Prompt, Texts, read_prompts
-from memascend.cli.errors import tell
+from memascend.cli.errors import note, tell
+from memascend.common.outputs import writing
 from memascend.common.progress import Progress
 from memascend.common.sizes import AUTO
-from memascend.errors import DataError, OutputError
+from memascend.errors import DataError, OutputError, system_line
 from memascend.formats.config import checkpoint_dtype, limits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from memascend.options import Experts
 
@@ -58,20 +61,18 @@ class GenerateOptions:
 def generate(asked: GenerateOptions, prompts_file: Path, out: Path | None, sequences: int | None) -> None:
     """Answer the prompts of a file, and write a JSON line for each, in their order, to `out` or standard output.
 
-    Raises DataError for prompts that the model cannot answer, OutputError where `out` exists, and the errors of
-    `memascend.from_pretrained` and `memascend.resume`.
+    Until all are there, the lines are in a file beside `out`. Raises DataError for prompts that the model cannot
+    answer, OutputError where `out` exists, and the errors of `memascend.from_pretrained` and `memascend.resume`.
     """
     source = source_of(asked.model, asked.tokenizer, as_bytes=asked.as_bytes)
-    texts = Texts(source.tokenizer)
+    texts = Texts(source.tokenizer, limits(source.config)[0])
     prompts = read_prompts(prompts_file, as_messages=texts.chats and not asked.raw)
     ids = [texts.ids(prompt) for prompt in prompts]
     check_lengths(source, [len(one) for one in ids], asked.new_tokens)
     room = divide(asked.host_memory, [len(one) for one in ids], asked.new_tokens, token_bytes(source), sequences)
-    if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
-        raise OutputError(f"--out {out} exists, or its folder does not: name a new file")
     with ExitStack() as stack:
+        lines = sys.stdout if out is None else stack.enter_context(_new_file(out, len(prompts)))
         model = stack.enter_context(opened(source, room, asked.opening))
-        lines = sys.stdout if out is None else stack.enter_context(_new_file(out))
         tell(speed_text(model, source.weights, room, -(-len(ids) // room.sequences) * asked.new_tokens))
         torch.manual_seed(asked.seed)
         _answer(model, texts, prompts, ids, room, asked, lines)
@@ -89,17 +90,55 @@ def check_lengths(source: ModelSource, lengths: Sequence[int], new_tokens: int) 
         if length == 0:
             raise DataError(f"prompt {number} has no tokens: write a text, or leave the line out")
         if positions is not None and length + new_tokens > positions:
+            fewer = f", or give --max-new-tokens {positions - length}" if length < positions else ""
             raise DataError(
                 f"prompt {number} has {length:,} tokens, and with {new_tokens:,} more would pass the model's "
-                f"{positions:,} positions: shorten it, or give --max-new-tokens {max(1, positions - length)}"
+                f"{positions:,} positions: shorten it{fewer}"
             )
 
 
-def _new_file(out: Path) -> TextIO:
+@contextmanager
+def _new_file(out: Path, prompts: int) -> Iterator[TextIO]:
+    """Yield a new file beside `out`, which gets this name once it has a line for each of so many `prompts`.
+
+    Where the block ends by an exception, the file stays if it has lines, and a note says so.
+    """
+    if os.path.lexists(out):
+        raise OutputError(f"--out {out} exists: name a new file, or move it away")
+    partial = out.with_name(f"{out.name}.partial")
     try:
-        return open(out, "x", encoding="utf-8")
+        # Not truncated before it is known that no other process writes there.
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise OutputError(f"--out {out} cannot be written: {error.strerror}") from error
+        raise OutputError(f"--out {out} cannot be written: {system_line(error, out.parent)}") from error
+    file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115  # Closing may fail where writing has.
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(f"--out {out} is being written by another process: name another file") from error
+        except OSError:  # A filesystem without locks.
+            pass
+        try:
+            with writing(f"--out {partial}"):
+                file.truncate(0)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if os.path.lexists(out):
+                raise OutputError(f"--out {out} was made by another process: the answers are in {partial}")
+            os.rename(partial, out)
+        except BaseException:
+            with suppress(OSError):
+                lines = partial.read_bytes().count(b"\n")
+                if lines:
+                    note(f"{lines:,} of {prompts:,} answers are in {partial}, which the same command begins anew")
+                else:
+                    partial.unlink()
+            raise
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 def _answer(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.errors import CheckpointError
 from memascend.formats.config import limits
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Sampling:
                 pad_token_id=padding,
                 eos_token_id=ends or None,
                 stopping_criteria=[self._stop],
+                logits_processor=[_numbers],
                 use_cache=True,
                 **self._choice(),
             )
@@ -71,6 +73,18 @@ class Sampling:
         if self.told is not None:
             self.told(ids[:, -1].tolist())
         return torch.full((len(ids),), self.stopped())
+
+
+def _numbers(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the scores of the next tokens.
+
+    Raises CheckpointError where they are no numbers, of which any token would be chosen.
+    """
+    if bool(scores.isnan().any()):
+        raise CheckpointError(
+            "the model gives no numbers for the next token (NaN): its weights are damaged, or its training went wrong"
+        )
+    return scores
 
 
 def _before(ends: Sequence[int], answer: list[int]) -> list[int]:

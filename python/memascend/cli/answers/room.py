@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memascend._memascend import FILE_WINDOW_BYTES, FILE_WINDOWS
-from memascend.common.sizes import AUTO, format_decimal, format_size
+from memascend.common.sizes import AUTO, format_decimal, format_least, format_size
 from memascend.errors import BudgetError
 from memascend.hardware import drives, memory_limits
 from memascend.memory_plan.host import make_plan
@@ -55,7 +55,12 @@ class DividedBudget:
 
 
 def divide(
-    budget: int | str, prompts: Sequence[int], new_tokens: int, token_bytes: int, sequences: int | None
+    budget: int | str,
+    prompts: Sequence[int],
+    new_tokens: int,
+    token_bytes: int,
+    sequences: int | None,
+    lever: str = "--batch-size or --max-new-tokens",
 ) -> DividedBudget:
     """Divide a budget between keys and values and the model.
 
@@ -65,6 +70,7 @@ def divide(
         new_tokens: the most that follow each.
         token_bytes: see `cache_bytes`.
         sequences: at once; None is as many as a quarter of the budget has room for.
+        lever: the options that take less.
 
     Raises BudgetError where they have no room.
     """
@@ -78,8 +84,8 @@ def divide(
     if cache > left // 2:
         raise BudgetError(
             f"keys and values of {sequences} sequences of up to {longest + new_tokens} tokens take "
-            f"{format_size(cache)}, more than half of the {format_size(left)} of host memory: give fewer "
-            "--batch-size or --max-new-tokens",
+            f"{format_size(cache)}, more than half of the {format_size(left)} of host memory: give less of {lever}, or "
+            f"more memory",
             2 * cache,
         )
     return DividedBudget(budget if budget == AUTO else int(budget) - cache, sequences, cache)
@@ -109,7 +115,7 @@ def speed_text(model: Any, weights: Path, room: DividedBudget, tokens: int | Non
             line += f" ({_duration(tokens * unread / rate)} for all)"
     if room.sequences > 1:
         line += f", and that gives each of {room.sequences} sequences one"
-    return f"{line}. {cache}. --host-memory {_rounded_up(enough)} keeps all of it in memory"
+    return f"{line}. {cache}. --host-memory {format_least(enough)} keeps all of it in memory"
 
 
 def _duration(seconds: float) -> str:
@@ -136,12 +142,6 @@ def _not_reached(model: Any, session: Any, sequences: int) -> int:
     if sum(line.total for line in session.plan.experts) >= total:
         return total  # All of them stay.
     return sum(place.expert_nbytes * max(0, place.shape[0] - per_token * sequences) for place in places)
-
-
-def _rounded_up(nbytes: int) -> str:
-    """Return a size as an option takes it, not smaller."""
-    unit, name = (1 << 30, "GiB") if nbytes >= 1 << 30 else (1 << 20, "MiB")
-    return f"{-(-nbytes * 10 // unit) / 10:g}{name}"
 
 
 def _rate(weights: Path) -> float | None:

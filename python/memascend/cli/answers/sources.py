@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +17,12 @@ from memascend.cli.data import BYTE_VOCABULARY
 from memascend.cli.errors import note
 from memascend.cli.hub import model_directory
 from memascend.common.outputs import workspace
-from memascend.common.sizes import format_size
-from memascend.errors import BudgetError, CheckpointError, DataError
-from memascend.formats.adapters import add_as_in, is_adapter, load_adapters, model_of
-from memascend.formats.config import checkpoint_dtype, limits, load_config
+from memascend.common.sizes import format_least, format_size
+from memascend.errors import BudgetError, CheckpointError, DataError, OutputError, StoreError, system_line
+from memascend.formats.adapters import add_as_in, is_adapter, is_model, load_adapters, model_of
+from memascend.formats.config import INSTEAD, checkpoint_dtype, limits, load_config
 from memascend.formats.side_files import has_tokenizer
-from memascend.formats.transformers_models import config_of_record
+from memascend.formats.transformers_models import config_of_record, why_not_trained_causally
 from memascend.formats.weights import empty_model_of
 from memascend.hardware.drives import cache_directory
 from memascend.layout.bits import COMPUTED_IN
@@ -76,11 +79,15 @@ def source_of(paths: Sequence[Path], tokenizer: Path | None = None, *, as_bytes:
     first = paths[0]
     if tokenizer is not None and not has_tokenizer(tokenizer):
         raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer: give a directory with tokenizer.json")
+    is_directory = is_adapter(first) or is_model(first)
+    if is_directory and len(paths) > 1:
+        raise DataError(f"{first} is no store: leave out {' '.join(map(str, paths[1:]))}, since one model answers")
     if is_adapter(first):
         model = model_of(first, note)
         texts = tokenizer or (first if has_tokenizer(first) else model)
         return _directory(model, texts, as_bytes, adapter=first)
-    if (first / "config.json").is_file() or not first.exists():
+    _refuse_gguf(first)
+    if is_directory or not os.path.lexists(first):
         model = model_directory(first)
         if model.is_dir():
             return _directory(model, tokenizer or model, as_bytes)
@@ -89,8 +96,21 @@ def source_of(paths: Sequence[Path], tokenizer: Path | None = None, *, as_bytes:
     if tokenizer is None and made_from is not None:
         tokenizer = Path(made_from)
     config = config_of_record(record)
+    if (problem := why_not_trained_causally(config)) is not None:
+        raise CheckpointError(f"{first} holds {problem}: {INSTEAD}")
     found = _tokenizer_in(tokenizer, config, as_bytes, "the model directory that the store was made from")
     return ModelSource(tuple(paths), config, first, found, is_store=True)
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Raise CheckpointError for a file of llama.cpp, or a directory with one."""
+    with suppress(OSError):
+        files = sorted(path.glob("*.gguf")) if path.is_dir() and not is_model(path) else [path]
+        if files and files[0].suffix == ".gguf":
+            raise CheckpointError(
+                f"{path} holds a model for llama.cpp: talk with it by `llama-cli -m {shlex.quote(str(files[0]))}`, or "
+                "give the model directory that it was made from"
+            )
 
 
 def _directory(model: Path, tokenizer: Path, as_bytes: bool, adapter: Path | None = None) -> ModelSource:
@@ -133,7 +153,8 @@ def opened(source: ModelSource, room: DividedBudget, how: Opening) -> Iterator[A
             model = _opened(source, room.host_memory, how, stack)
         except BudgetError as error:
             raise BudgetError(
-                f"{error}; {format_size(room.cache)} more of --host-memory are for keys and values",
+                f"{error}; {format_size(room.cache)} more are for keys and values: give --host-memory "
+                f"{format_least(error.smallest_bytes + room.cache)}",
                 error.smallest_bytes + room.cache,
             ) from error
         stack.callback(offload_of(model).close, failed=True)  # Keeps a store as it is.
@@ -151,9 +172,21 @@ def _opened(source: ModelSource, host_memory: int | str, how: Opening, stack: Ex
         options: dict[str, Any] = {"host_memory": host_memory, "durability": "none", "experts": how.experts or "whole"}
         return memascend.resume(list(source.paths), **options).model
     folder = how.store or cache_directory()
-    folder.mkdir(parents=True, exist_ok=True)
-    work = stack.enter_context(workspace(folder / "answers", replaces=True))
-    return _from_directory(source, work / "store", host_memory, how)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        work = stack.enter_context(workspace(folder / "answers", replaces=True))
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        raise OutputError(f"--store {system_line(cause, folder)}: give another directory") from error
+    try:
+        return _from_directory(source, work / "store", host_memory, how)
+    except StoreError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OutputError(
+            f"{folder} has no room for a copy of the weights, which are not read where they are: free some space "
+            "there, or give another --store"
+        ) from error
 
 
 def _from_directory(source: ModelSource, store: Path, host_memory: int | str, how: Opening) -> Any:

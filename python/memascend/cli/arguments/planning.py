@@ -22,6 +22,7 @@ from memascend.cli.arguments.values import (
     positive,
     positive_rate,
     ranks,
+    rate,
     size,
     size_or_auto,
     tile,
@@ -62,6 +63,8 @@ def add_plan(subcommands: Any) -> None:
     add("--update", choices=UPDATES, default=OffloadOptions.update, help=text)
     text = f"{SPARE_TEXT}; auto is planned as states (default: %(default)s)"
     add("--spare-memory", choices=SPARE_FOR, default=OffloadOptions.spare_memory, help=text)
+    text = "as of `memascend finetune`; no memory and no traffic depends on it"
+    add("--max-grad-norm", type=rate, metavar="X", help=text)
     add_durability(add)
     text = "count the best model too, which `memascend finetune --eval` keeps in the store; values as there are taken"
     add("--eval", nargs="*", type=held_out, dest="evaluation", metavar="DATA|FRACTION", help=text)

@@ -54,7 +54,7 @@ def _whole(least: int, most: int = WHOLE_MAX) -> Callable[[str], int]:
 
 positive, count = _whole(1), _whole(0)
 tokens, ranks = _whole(2, TOKENS_MAX), _whole(1, RANKS_MAX)
-duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0")
+duration = _number(float, lambda x: 0 < x <= 3600, "a number of seconds above 0, and at most 3600")
 positive_rate = _number(float, lambda x: 0 < x <= 1e30, "a number above 0, and at most 1e30")
 percentage = _number(float, lambda x: 0 <= x <= 100, "a percentage from 0 to 100")
 share = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")

@@ -9,6 +9,7 @@ from memascend.cli.answers.generate import GenerateOptions
 from memascend.cli.answers.generate import generate as answer
 from memascend.cli.console import quiet_libraries
 from memascend.common.interrupts import Interrupts
+from memascend.hardware.matmul_rates import warn_no_more
 
 if TYPE_CHECKING:
     import argparse
@@ -30,6 +31,7 @@ def chat(chosen: argparse.Namespace) -> int:
 
 def _asked(chosen: argparse.Namespace) -> GenerateOptions:
     quiet_libraries()
+    warn_no_more()
     return GenerateOptions(
         model=chosen.model,
         host_memory=chosen.host_memory,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,11 +15,13 @@ from memascend.cli.console import quiet_libraries
 from memascend.cli.errors import BAD_INPUT, FAILED, note, tell
 from memascend.cli.tables import bench_tail, bench_text, gpu_text
 from memascend.common.interrupts import Interrupts
+from memascend.common.sizes import format_size
+from memascend.errors import DataError, StoreError, first_line
 from memascend.hardware import drives, gpu
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -26,6 +30,7 @@ def bench(chosen: argparse.Namespace) -> int:
     if not chosen.places and not chosen.gpu:
         tell("error: nothing to measure: name directories or devices, or give --gpu (see memascend bench --help)")
         return BAD_INPUT
+    _check_places(chosen.places)
     measurements: list[dict[str, Any]] = []
     of_gpu: list[dict[str, Any]] = []
     file = None
@@ -49,14 +54,34 @@ def bench(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _check_places(places: Sequence[Path]) -> None:
+    """Raise, before any is measured, the error of one that cannot be; DataError for one that is named twice."""
+    known: dict[str, Path] = {}
+    for place in places:
+        before = known.setdefault(os.path.realpath(place), place)
+        if before is not place:
+            raise DataError(f"{place} is {before}, which is named too: a drive is measured once")
+        drives.check_place(place)
+
+
 def _measure_drive(chosen: argparse.Namespace, location: Path) -> dict[str, Any]:
-    return drives.measure(
-        location,
-        size=chosen.size,
-        seconds=chosen.seconds,
-        engine=chosen.engine,
-        progress=lambda what: tell(f"{location}: {what} ..."),
-    )
+    try:
+        return drives.measure(
+            location,
+            size=chosen.size,
+            seconds=chosen.seconds,
+            engine=chosen.engine,
+            progress=lambda what: tell(f"{location}: {what} ..."),
+        )
+    except StoreError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        wanted = format_size(chosen.size)
+        raise StoreError(
+            error.errno,
+            f"{location} has no room for --size {wanted}: free some space, or give a smaller --size",
+            location,
+        ) from error
 
 
 def _remembered(chosen: argparse.Namespace, remember: Callable[[], Path]) -> Path | None:
@@ -66,7 +91,7 @@ def _remembered(chosen: argparse.Namespace, remember: Callable[[], Path]) -> Pat
     try:
         return remember()
     except (OSError, RuntimeError) as error:
-        note(f"the measurement cannot be remembered: {error}")
+        note(f"the measurement cannot be remembered: {first_line(error)}")
         return None
 
 

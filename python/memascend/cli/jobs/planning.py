@@ -46,6 +46,9 @@ def plan(chosen: argparse.Namespace) -> int:
             return _plan_deepspeed(chosen)
         if chosen.host_memory == AUTO and (chosen.ranks or 1) > 1:
             raise DataError("--host-memory auto works only in one process: with --ranks give a size for each")
+        if chosen.update == "backward" and (chosen.grad_accum > 1 or chosen.lora_rank is not None):
+            instead = "adapters are in memory: leave it out" if chosen.lora_rank else "give --grad-accum 1"
+            raise DataError(f"--update backward applies gradients as they are made: {instead}")
         chosen.model = model_directory(chosen.model, CONFIG_FILES)
         device = None if chosen.gpu is None else torch.device("cuda")
         config = load_bare_config(chosen.model)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memascend.cli.ended import ended_run, ended_text
-from memascend.cli.errors import FAILED, tell
+from memascend.cli.errors import BAD_INPUT, FAILED, tell
 from memascend.cli.tables import savings_text
 from memascend.common.sizes import format_size
 from memascend.errors import StoreError
@@ -25,7 +25,9 @@ def inspect(chosen: argparse.Namespace) -> int:
     try:
         contents = runs.inspect(chosen.store, tbw=chosen.tbw)
     except StoreError as error:
-        if "holds no store that was kept" not in str(error):
+        may_have_ended = ("it does not exist", "it is empty", "none was ever committed there")
+        path = chosen.store[0]
+        if not str(error).startswith(tuple(f"{path} holds no store that was kept: {why}" for why in may_have_ended)):
             raise
         raise StoreError(
             error.errno,
@@ -41,11 +43,19 @@ def inspect(chosen: argparse.Namespace) -> int:
         contents["savings"] = savings_of_store(contents["recipe"])
     if chosen.json:
         print(json.dumps(contents, indent=2))
+    else:
+        print(runs.as_text(contents, tensors=chosen.tensors))
+        if chosen.savings:
+            print(savings_text(contents["savings"]))
+    return _said_missing(contents)
+
+
+def _said_missing(contents: dict[str, Any]) -> int:
+    """Say that a volume of the store is gone, if it is, and return the exit code."""
+    if contents["missing"] is None:
         return 0
-    print(runs.as_text(contents, tensors=chosen.tensors))
-    if chosen.savings:
-        print(savings_text(contents["savings"]))
-    return 0
+    tell(f"error: {contents['missing']}")
+    return BAD_INPUT
 
 
 def verify(chosen: argparse.Namespace) -> int:
@@ -63,5 +73,6 @@ def verify(chosen: argparse.Namespace) -> int:
 def checkpoints(chosen: argparse.Namespace) -> int:
     """List, delete or restore checkpoints."""
     runs.change_checkpoints(chosen.store, delete=chosen.delete, restore=chosen.restore)
-    print(runs.checkpoints_text(runs.inspect(chosen.store)))
-    return 0
+    contents = runs.inspect(chosen.store)
+    print(runs.checkpoints_text(contents))
+    return _said_missing(contents)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from memascend.cli.arguments.values import QUANTISED
 from memascend.cli.console import quiet_libraries
 from memascend.cli.errors import note
+from memascend.common.interrupts import Interrupts
 from memascend.errors import DataError
 from memascend.formats.adapters import is_adapter
 from memascend.formats.gguf import FILE_NAME, MODELFILE_NAME
+from memascend.hardware.matmul_rates import warn_no_more
 from memascend.recovery import export as exports
 from memascend.recovery import reshard as divisions
 
@@ -24,6 +27,7 @@ def export(chosen: argparse.Namespace) -> int:
     if chosen.dtype == QUANTISED and chosen.format != "gguf":
         raise DataError(f"--dtype {QUANTISED} is for a file of llama.cpp: give --format gguf too")
     quiet_libraries()
+    warn_no_more()
     how = exports.Export(
         layout=chosen.format,
         dtype=chosen.dtype,
@@ -31,10 +35,15 @@ def export(chosen: argparse.Namespace) -> int:
         tokenizer=chosen.tokenizer,
         tell=note,
     )
-    print(f"wrote {chosen.out}: {exports.export(chosen.store, chosen.out, how)}")
+    with Interrupts():  # SIGTERM too leaves nothing behind
+        print(f"wrote {chosen.out}: {exports.export(chosen.store, chosen.out, how)}")
     if chosen.format == "gguf":
-        print(f"run it with `llama-cli -m {chosen.out / FILE_NAME}`, or give it to Ollama:")
-        print(f"  ollama create {chosen.out.name} -f {chosen.out / MODELFILE_NAME}")
+        file, modelfile, name = (
+            shlex.quote(str(word))
+            for word in (chosen.out / FILE_NAME, chosen.out / MODELFILE_NAME, chosen.out.resolve().name)
+        )
+        print(f"run it with `llama-cli -m {file}`, or give it to Ollama:")
+        print(f"  ollama create {name} -f {modelfile}")
     return 0
 
 
@@ -43,6 +52,7 @@ def merge(chosen: argparse.Namespace) -> int:
     if not is_adapter(chosen.adapter):
         raise DataError(f"{chosen.adapter} holds no adapters (adapter_config.json): `memascend export` writes models")
     quiet_libraries()
+    warn_no_more()
     how = exports.Export(
         layout="huggingface",
         dtype=chosen.dtype,
@@ -50,13 +60,15 @@ def merge(chosen: argparse.Namespace) -> int:
         tokenizer=chosen.tokenizer,
         tell=note,
     )
-    print(f"wrote {chosen.out}: {exports.export([chosen.adapter], chosen.out, how)}")
+    with Interrupts():
+        print(f"wrote {chosen.out}: {exports.export([chosen.adapter], chosen.out, how)}")
     return 0
 
 
 def reshard(chosen: argparse.Namespace) -> int:
     """Write stores for another number of processes."""
-    steps = divisions.reshard(chosen.store, chosen.to if len(chosen.to) > 1 else chosen.to[0], ranks=chosen.ranks)
+    with Interrupts():
+        steps = divisions.reshard(chosen.store, chosen.to if len(chosen.to) > 1 else chosen.to[0], ranks=chosen.ranks)
     processes = "1 process" if chosen.ranks == 1 else f"{chosen.ranks} processes"
     print(f"wrote {', '.join(map(str, chosen.to))}: the run after step {steps}, for {processes}")
     return 0

@@ -88,7 +88,8 @@ def _need_gguf() -> None:
 
 
 def _general(name: str) -> list[tuple[str, Any]]:
-    return [("name", name), ("type", "model")]
+    # The name of a path may hold bytes that are no UTF-8.
+    return [("name", name.encode("utf-8", "replace").decode()), ("type", "model")]
 
 
 def _check_weights(config: Any, model_dir: Path, files: WeightFiles) -> None:

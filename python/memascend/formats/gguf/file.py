@@ -119,7 +119,7 @@ def write_file(
 ) -> None:
     """Write a GGUF file of `weights`, whose matrices are of the type `kind`, and of `entries` about the model.
 
-    Raises CheckpointError for a weight beyond the range of float16.
+    Raises CheckpointError for a weight that is no finite number, or beyond the range of float16.
     """
     import gguf
 
@@ -163,14 +163,20 @@ def _write(writer: gguf.GGUFWriter, weights: Weights, types: dict[str, gguf.GGML
     for tensor in weights.tensors:
         begin, kind = out.tell(), types[tensor.name]
         for piece in weights.pieces(tensor):
-            if kind is gguf.GGMLQuantizationType.F16:
-                _check_range(tensor.name, piece)
+            _check_values(tensor.name, piece, kind is gguf.GGMLQuantizationType.F16)
             gguf.quantize(piece.numpy(), kind).tofile(out)
         written = out.tell() - begin
         assert written == math.prod(gguf.quant_shape_to_byte_shape(tensor.shape, kind)), tensor.name
         writer.write_padding(out, written)
 
 
-def _check_range(name: str, piece: torch.Tensor) -> None:
-    if piece.abs().max() > torch.finfo(torch.float16).max and bool(piece.isfinite().all()):
+def _check_values(name: str, piece: torch.Tensor, in_float16: bool) -> None:
+    """Raise CheckpointError for values that the file cannot hold, or that make every answer nonsense."""
+    low, high = (bound.item() for bound in piece.aminmax()) if piece.numel() else (0.0, 0.0)
+    largest = max(-low, high)
+    if not math.isfinite(largest):
+        raise CheckpointError(
+            f"{name} has weights that are infinite or no numbers: the model is damaged, or its training went wrong"
+        )
+    if in_float16 and largest > torch.finfo(torch.float16).max:
         raise CheckpointError(f"{name} has a weight beyond 65504, which float16 cannot hold: give --dtype bfloat16")
