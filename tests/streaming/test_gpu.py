@@ -116,6 +116,8 @@ def test_copies_are_asynchronous(allocator: str) -> None:
 @pytest.mark.parametrize("allocator", KIND)
 @pytest.mark.parametrize("nbytes", [100 * MIB + 1, int(4.01 * 2**30)])
 def test_memory_costs_its_size_and_is_given_back(allocator: str, nbytes: int) -> None:
+    # A system may put blocks side by side.
+    neighbour = memascend.empty_pinned(3 * MIB, torch.uint8, allocator=allocator)
     before = held_bytes()
     tensor = memascend.empty_pinned(nbytes, torch.uint8, allocator=allocator)
     tensor.fill_(1)
@@ -125,6 +127,7 @@ def test_memory_costs_its_size_and_is_given_back(allocator: str, nbytes: int) ->
     assert max(costs) <= nbytes + SLACK, f"(resident, pinned) grew by {costs}"
     del tensor
     assert mapped_bytes(address, nbytes) <= SLACK
+    assert neighbour.is_pinned()
     left = [now - then for now, then in zip(held_bytes(), before, strict=True)]
     assert max(left) <= SLACK, f"(resident, pinned) stayed higher by {left}"
 
