@@ -160,6 +160,11 @@ def pytest_configure() -> None:
     requirements.required()
 
 
+def pytest_report_header() -> str | None:
+    """Say which tests a sampled run has."""
+    return sampling.report()
+
+
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run tests in several processes, if that is asked for."""
     count = session.config.getoption("workers")
