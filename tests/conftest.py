@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 AMPLE = "256MiB"
 
+# Until all tests are collected: collections would look at a growing million of objects, of which almost all stay.
+gc.disable()
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
@@ -181,6 +184,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave objects imported by now out of all collections: there are a million objects, and tests ask for many."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     if session.config.getoption("workers") and not session.config.getoption("collectonly"):
