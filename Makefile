@@ -40,9 +40,11 @@ core-rust:
 	$(call run-cargo,--lib --exclude memascend-py)
 
 core-python: $(WHEEL) $(STAMPS)/test
-	export MEMASCEND_SAMPLED=1 && $(PYTEST) $(AT_ONCE) -m core .
+	export MEMASCEND_SAMPLED=$(SAMPLE) && $(PYTEST) $(AT_ONCE) -m core .
 
 # Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
+# Those in tests/rotated.json are divided into shares: a run has the one that the text SAMPLE leads to.
+SAMPLE ?= $(or $(shell git rev-parse HEAD 2>/dev/null),none)
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
 
 # Long sweeps: more seeds of power cuts and faults, more kills of whole runs, more random programs, every module of
@@ -119,7 +121,7 @@ fuzz-records: $(WHEEL) $(STAMPS)/test ## replace values of records, headers and 
 PYTEST := cd tests && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ROOT)/$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT)
 AT_ONCE ?= --workers $(shell expr $$(nproc) + 1)
 test-python: $(WHEEL) $(STAMPS)/test ## run the Python tests against the installed wheel (ARGS: pytest's, all cases then)
-	$(if $(ARGS),,export MEMASCEND_SAMPLED=1 && )$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
+	$(if $(ARGS),,export MEMASCEND_SAMPLED=$(SAMPLE) && )$(PYTEST) $(or $(ARGS),$(AT_ONCE) .)
 
 # From tests/ too; each version is installed from PyPI over the packages of .venv.
 deepspeed: $(WHEEL) $(STAMPS)/test ## test with the first and last versions of DeepSpeed (ARGS: versions and options)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 AMPLE = "256MiB"
 
+# Until all tests are collected: collections would look at a growing million of objects, of which almost all stay.
+gc.disable()
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
@@ -160,6 +163,11 @@ def pytest_configure() -> None:
     requirements.required()
 
 
+def pytest_report_header() -> str | None:
+    """Say which tests a sampled run has."""
+    return sampling.report()
+
+
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run tests in several processes, if that is asked for."""
     count = session.config.getoption("workers")
@@ -176,6 +184,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave objects imported by now out of all collections: there are a million objects, and tests ask for many."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     if session.config.getoption("workers") and not session.config.getoption("collectonly"):

@@ -1,13 +1,19 @@
-"""Which cases of the longest parametrized tests `make test` runs; `make soak`, and pytest by itself, run all.
+"""Which cases of the longest tests `make test` runs; `make soak`, and pytest by itself, run all.
 
-`sampled.json` names each such test with the number of its cases. They are picked so that as many values of all
-parameters as possible occur, the same ones in every run: a failure is found again by the same command.
+`sampled.json` names parametrized tests with the number of their cases. They are picked so that as many values of all
+parameters as possible occur, the same ones in every run.
+
+`rotated.json` names tests that take seconds, and files whose tests share a long fixture. Their picked cases are divided
+into shares, neighbours into different ones, and a run has one share: which one follows from the text in
+MEMASCEND_SAMPLED, for `make test` the commit. So a failure is found again by the same command at the same commit, and
+some commits later each case has been run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
 #: Set by `make test`.
 VARIABLE = "MEMASCEND_SAMPLED"
 FILE = Path(__file__).with_name("sampled.json")
+ROTATED = Path(__file__).with_name("rotated.json")
 
 
 def picked(cases: Sequence[Sequence[str]], count: int) -> list[int]:
@@ -45,11 +52,9 @@ def values_of(item: pytest.Item) -> list[str]:
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the collected cases that a sampled run does without."""
+    """Return the collected cases that no sampled run has."""
     counts: dict[str, int] = json.loads(FILE.read_text())
-    families: defaultdict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        families[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
+    families = _families(items)
     out: list[pytest.Item] = []
     for name, count in counts.items():
         cases = families.get(name, [])
@@ -58,10 +63,50 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return out
 
 
+def share_of(text: str) -> tuple[int, int]:
+    """Return the share that a run with this text has, from 1 on, and how many there are."""
+    shares: int = json.loads(ROTATED.read_text())["shares"]
+    return zlib.crc32(text.encode()) % shares + 1, shares
+
+
+def of_other_shares(items: Sequence[pytest.Item], text: str) -> list[pytest.Item]:
+    """Return the collected cases that a run with this text leaves to other shares."""
+    names: list[str] = json.loads(ROTATED.read_text())["tests"]
+    share, shares = share_of(text)
+    families = _families(items)
+    files: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for name, cases in families.items():
+        files[name.partition("::")[0]] += cases
+    out: list[pytest.Item] = []
+    for position, name in enumerate(names):
+        whole = "::" not in name
+        for index, case in enumerate(files[name] if whole else families.get(name, [])):
+            if (position + (0 if whole else index)) % shares != share - 1:
+                out.append(case)
+    return out
+
+
+def _families(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Return the cases of each test, by its file and name."""
+    families: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        families[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
+    return families
+
+
 def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave cases out of a collection, if this is a sampled run."""
-    if os.environ.get(VARIABLE) == "1":
-        out = left_out(items)
-        config.hook.pytest_deselected(items=out)
-        gone = set(out)
-        items[:] = [item for item in items if item not in gone]
+    if text := os.environ.get(VARIABLE):
+        for choose in (left_out, lambda there: of_other_shares(there, text)):
+            out = choose(items)
+            config.hook.pytest_deselected(items=out)
+            gone = set(out)
+            items[:] = [item for item in items if item not in gone]
+
+
+def report() -> str | None:
+    """Return a line that says which share a sampled run has."""
+    if not (text := os.environ.get(VARIABLE)):
+        return None
+    share, shares = share_of(text)
+    return f"sampled: share {share} of {shares} of the tests in {ROTATED.name} ({VARIABLE}={text})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,6 +158,22 @@ VOCABULARIES = {"llama": VOCABULARY, "plain": VOCABULARY}
 
 def build(architecture: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Module:
     """Return the same model for the same seed, in training mode."""
+    usual = torch.get_default_device().type == "cpu" and torch.get_default_dtype() is torch.float32
+    if not usual:
+        return _initialised(architecture, dtype, seed)
+    model, random_numbers = _first_of(architecture, dtype, seed)
+    torch.manual_seed(seed)  # of devices, too
+    torch.set_rng_state(random_numbers)
+    return copy.deepcopy(model)
+
+
+@cache
+def _first_of(architecture: str, dtype: torch.dtype, seed: int) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model and the state of random numbers after it: a copy takes a fifth of its time."""
+    return _initialised(architecture, dtype, seed), torch.get_rng_state()
+
+
+def _initialised(architecture: str, dtype: torch.dtype, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

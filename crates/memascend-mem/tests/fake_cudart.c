@@ -236,11 +236,19 @@ static size_t live_bytes(enum kind kind) {
     return total;
 }
 
-/* Memory that holds rubbish, as memory that CUDA used before does. */
+static size_t whole_pages(size_t bytes) {
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+/* Memory that holds rubbish, as memory that CUDA used before does. An inaccessible page follows it: adjacent blocks would
+   be one mapping, and tests find by their mappings what blocks cost. */
 static void *allocate(size_t bytes) {
-    char *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t length = whole_pages(bytes) + PAGE;
+    char *address = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED)
         return NULL;
+    if (mprotect(address + length - PAGE, PAGE, PROT_NONE))
+        abort();
     if (!shared_pages) {
         memset(address, 0xA5, bytes);
         return address;
@@ -578,7 +586,7 @@ int cudaFreeHost(void *address) {
         return leave(code);
     check_unused(entry, "cudaFreeHost");
     size_t within = (uintptr_t)address % PAGE;
-    munmap((char *)address - within, entry->bytes + within);
+    munmap((char *)address - within, whole_pages(entry->bytes + within) + PAGE);
     *entry = (struct entry){0, 0};
     return leave(0);
 }

@@ -2,14 +2,45 @@
 #![allow(dead_code)] // every test binary uses its part
 
 use std::ffi::{CStr, CString, c_int, c_void};
-use std::mem;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
+use std::{env, fs, mem};
 
 use memascend_mem::{Cudart, Result};
 use tempfile::TempDir;
+
+const SOURCE: &str = include_str!("../fake_cudart.c");
+
+/// The library of a variant, compiled by the first of all test processes that asks for it.
+fn compiled(definitions: &[&str]) -> PathBuf {
+    let mut hasher = DefaultHasher::new();
+    (SOURCE, definitions).hash(&mut hasher);
+    // Beside the tests, where a new build finds it too.
+    let tests = env::current_exe().unwrap();
+    let room = tests.parent().unwrap();
+    let path = room.join(format!("fake-cudart-{:016x}.so", hasher.finish()));
+    if !path.exists() {
+        // Under its own name until it is whole.
+        let mut source = tempfile::Builder::new().suffix(".c").tempfile().unwrap();
+        source.write_all(SOURCE.as_bytes()).unwrap();
+        let whole = tempfile::NamedTempFile::new_in(room).unwrap();
+        let status = Command::new("cc")
+            .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"])
+            .args(definitions.iter().map(|definition| format!("-D{definition}")))
+            .arg(source.path())
+            .arg("-o")
+            .arg(whole.path())
+            .status()
+            .expect("cc, which rustc links with, can be run");
+        assert!(status.success());
+        whole.persist(&path).unwrap();
+    }
+    path
+}
 
 /// A variant of the fake runtime, compiled and loaded for one test.
 pub struct Fake {
@@ -31,15 +62,8 @@ impl Fake {
     pub fn named(name: &str, definitions: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(name);
-        let status = Command::new("cc")
-            .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"])
-            .args(definitions.iter().map(|definition| format!("-D{definition}")))
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("../memascend-mem/tests/fake_cudart.c"))
-            .arg("-o")
-            .arg(&path)
-            .status()
-            .expect("cc, which rustc links with, can be run");
-        assert!(status.success());
+        // A file of its own: the loader takes a file that it has loaded for the same library, with its books.
+        fs::copy(compiled(definitions), &path).unwrap();
         Self { _directory: Some(directory), ..Self::at(path) }
     }
 
