@@ -43,8 +43,8 @@ core-python: $(WHEEL) $(STAMPS)/test
 	export MEMASCEND_SAMPLED=$(SAMPLE) && $(PYTEST) $(AT_ONCE) -m core .
 
 # Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
-# Those in tests/rotated.json are divided into shares: a run has the one that the text SAMPLE leads to.
-SAMPLE ?= $(or $(shell git rev-parse HEAD 2>/dev/null),none)
+# Those in tests/rotated.json are divided into shares: a run has the one with the number SAMPLE.
+SAMPLE ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),1)
 test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
 
 # Long sweeps: more seeds of power cuts and faults, more kills of whole runs, more random programs, every module of

@@ -4,16 +4,15 @@
 parameters as possible occur, the same ones in every run.
 
 `rotated.json` names tests that take seconds, and files whose tests share a long fixture. Their picked cases are divided
-into shares, neighbours into different ones, and a run has one share: which one follows from the text in
-MEMASCEND_SAMPLED, for `make test` the commit. So a failure is found again by the same command at the same commit, and
-some commits later each case has been run.
+into shares, neighbours into different ones, and a run has one share, by the number in MEMASCEND_SAMPLED. For `make
+test` it is the number of commits: the same command finds a failure again at the same commit, and as many commits as
+there are shares have all cases.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,13 +63,13 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def share_of(text: str) -> tuple[int, int]:
-    """Return the share that a run with this text has, from 1 on, and how many there are."""
+    """Return the share that a run with this number has, from 1 on, and how many there are; 1 without a number."""
     shares: int = json.loads(ROTATED.read_text())["shares"]
-    return zlib.crc32(text.encode()) % shares + 1, shares
+    return (int(text) - 1) % shares + 1 if text.isdecimal() else 1, shares
 
 
 def of_other_shares(items: Sequence[pytest.Item], text: str) -> list[pytest.Item]:
-    """Return the collected cases that a run with this text leaves to other shares."""
+    """Return the collected cases that a run with this number leaves to other shares."""
     names: list[str] = json.loads(ROTATED.read_text())["tests"]
     share, shares = share_of(text)
     families = _families(items)

@@ -174,7 +174,7 @@ def _changes(
         if plan.total < budget <= most:
             # Whole MiB, so that the text is a size that --host-memory takes.
             mib = math.ceil(budget / _MIB)
-            larger = make_plan(units, mib * _MIB, **options)
-            yield f"--host-memory {mib}MiB", larger, work
+            larger_plan = make_plan(units, mib * _MIB, **options)
+            yield f"--host-memory {mib}MiB", larger_plan, work
             if may_be_seldom:
-                yield f"--host-memory {mib}MiB --durability every:{_PERIOD}", larger, seldom
+                yield f"--host-memory {mib}MiB --durability every:{_PERIOD}", larger_plan, seldom
