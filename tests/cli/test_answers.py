@@ -155,7 +155,7 @@ def test_a_budget_is_divided() -> None:
     assert divide(1 << 20, [10], 10, 1 << 10, None).sequences == 1
     assert divide(1 << 30, [4000] * 9, 10, 1, None).sequences == 2  # tokens of a pass
     assert divide(1 << 20, [10] * 100, 10, 1 << 10, 20).sequences == 20
-    with pytest.raises(BudgetError, match="fewer --batch-size or --max-new-tokens"):
+    with pytest.raises(BudgetError, match="give less of --batch-size or --max-new-tokens"):
         divide(1 << 20, [10] * 100, 10, 1 << 10, 30)
 
 

@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: Path, capfd: pytest.CaptureF
     file.write_text("")
     assert str(file) in refusal(capfd, ["bench", file])
     message = refusal(capfd, ["bench", tmp_path, "--size", "900TB"])
-    assert "not enough space" in message
+    assert "has no room for --size" in message
     assert not list(tmp_path.glob(".memascend-bench-*"))
     assert told(capfd, ["bench", tmp_path, "--seconds", "0"])[0] == 2
 

@@ -393,7 +393,7 @@ def test_what_stays_of_a_changing_budget_has_huge_pages(offloaded: Callable[...,
     before = huge_bytes()
     model = offloaded(tiny_models.build("llama"), host_memory="64MiB", host_memory_max="128MiB")
     there = huge_bytes() - before
-    assert 0 < there < memascend.stats(model)["host_bytes_reserved"]
+    assert 0 < there <= memascend.stats(model)["host_bytes_reserved"]
     memascend.set_host_memory(model, "96MiB")
     assert huge_bytes() - before == there
 

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from memascend.common.outputs import put_in_place, workspace, writing
+from memascend.durability.record import understanding
 from memascend.errors import CheckpointError
 from memascend.formats.adapters import CONFIG_NAME, copied_modules, is_adapter, is_model, load_adapters, model_of
 from memascend.formats.config import limits, load_config
@@ -118,7 +119,9 @@ def _of_store(paths: Sequence[Path], out: Path, how: Export) -> str:
     """Write the model of a store to `out`."""
     source = read_record(list(paths))["model"]
     if source["kind"] == "transformers":
-        _check_before(config_of_record(source), paths[0], how)
+        with understanding(paths):
+            config = config_of_record(source)
+        _check_before(config, paths[0], how)
     # No second slots are needed, since nothing is updated.
     resumed = resume(list(paths), host_memory=how.host_memory, durability="none")
     session = offload_of(resumed.model)

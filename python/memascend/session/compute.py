@@ -98,11 +98,14 @@ class ComputeOptions:
 
         Raises ValueError where they are to have it and cannot.
         """
+        allocator = self.options.tuning.get("allocator", "auto")
+        pinned = allocator in ("cuda", "registered")
         for cannot, where, instead in (
             (self.uploads, "on a device", "its activations are in device memory"),
             (over_ranks, "over ranks", "use one process"),
             (automatic, "with host_memory='auto'", "give host_memory a size"),
             (not self.options.recompute, "with recompute=False", "all activations are kept then"),
+            (pinned, f"with allocator={allocator!r}", "memory that CUDA pins as one is not given back in part"),
         ):
             if cannot and self.options.spare_memory == "activations":
                 raise ValueError(f"spare_memory='activations' does not work {where}: {instead}, or leave it out")

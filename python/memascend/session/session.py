@@ -262,6 +262,7 @@ class Session:
     def flush(self) -> None:
         """Apply deferred updates, wait for the drives, and commit the last step if it is to be durable."""
         with self.turns.take("flush"):
+            self.runtime.store.check_room(0)  # Where there is nothing to do, a flush tells of a defect too.
             self.streamer.apply_updates()
             self.commit_log.commit()
 

@@ -18,6 +18,7 @@ from memascend.cli.errors import note
 from memascend.cli.hub import model_directory
 from memascend.common.outputs import workspace
 from memascend.common.sizes import format_least, format_size
+from memascend.durability.record import understanding
 from memascend.errors import BudgetError, CheckpointError, DataError, OutputError, StoreError, system_line
 from memascend.formats.adapters import add_as_in, is_adapter, is_model, load_adapters, model_of
 from memascend.formats.config import INSTEAD, checkpoint_dtype, limits, load_config
@@ -95,7 +96,8 @@ def source_of(paths: Sequence[Path], tokenizer: Path | None = None, *, as_bytes:
     made_from = record.get("directory")
     if tokenizer is None and made_from is not None:
         tokenizer = Path(made_from)
-    config = config_of_record(record)
+    with understanding(paths):
+        config = config_of_record(record)
     if (problem := why_not_trained_causally(config)) is not None:
         raise CheckpointError(f"{first} holds {problem}: {INSTEAD}")
     found = _tokenizer_in(tokenizer, config, as_bytes, "the model directory that the store was made from")
