@@ -103,7 +103,7 @@ class TorchRun:
         from transformers import LlamaForCausalLM
 
         self.torch = torch
-        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).train()
+        self.model = LlamaForCausalLM.from_pretrained(model_dir, dtype=options.get("dtype", "bfloat16")).train()
         self.params = list(self.model.parameters())
         self.masters = [p.detach().float().requires_grad_() for p in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, weight_decay=1e-2, fused=True)
