@@ -112,7 +112,7 @@ def _finetune(settings: Settings, interrupts: Interrupts, cleanup: ExitStack, wa
         raise DataError(f"--seq-len {settings.seq_len} is more than the model's {positions} positions")
     # The model so far of a run that a signal ended stays until the run has finished, or ends so again.
     replaces = bool(progress) and is_interrupted(settings)
-    work = cleanup.enter_context(workspace(settings.out, replaces=replaces))
+    work = cleanup.enter_context(workspace(settings.out, replaces=replaces, shared=settings.processes > 1))
     finished, scratch, kept = work / "model", work / "scratch", work / KEPT
     with writing(settings.out):
         for folder in (finished, scratch, kept):

@@ -28,16 +28,16 @@ _WORKSPACE = re.compile(r"\.(?P<out>.+)\.partial-(?P<process>\d+)-[^-]+")
 
 
 @contextmanager
-def workspace(out: Path, *, replaces: bool = False) -> Iterator[Path]:
+def workspace(out: Path, *, replaces: bool = False, shared: bool = False) -> Iterator[Path]:
     """Make a hidden directory beside `out` for unfinished files, and remove it at the end of the block.
 
-    Those that killed processes left in the same place are removed first. Raises OutputError where `out` exists, unless
-    the block `replaces` it.
+    Those that killed processes left in the same place are removed first. Raises OutputError where `out` exists, or
+    another process is writing it, unless the block `replaces` it. `shared`: the processes of a launch have one each.
     """
     if not replaces and os.path.lexists(out):
         raise OutputError(f"--out {out} already exists: choose another, or move it away")
     clear_away(out.parent)
-    if not replaces and (process := _writer_of(out)) is not None:
+    if not (replaces or shared) and (process := _writer_of(out)) is not None:
         raise OutputError(f"--out {out} is being written by process {process}: wait for its end, or choose another")
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-{os.getpid()}-", dir=out.parent))
