@@ -45,7 +45,7 @@ core-python: $(WHEEL) $(STAMPS)/test
 # Of the longest Python tests some cases, and some of them not at all: tests/sampled.json names them with their numbers.
 # Those in tests/rotated.json are divided into shares: a run has the one with the number SAMPLE.
 SAMPLE ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),1)
-test: test-rust test-python ## run every test but long sweeps: cargo's, then pytest against the installed wheel
+test: test-rust test-python ## run cargo's tests, then pytest against the installed wheel: of the longest tests a part (SAMPLE)
 
 # Long sweeps: more seeds of power cuts and faults, more kills of whole runs, more random programs, every module of
 # PyTorch and every architecture of transformers. Programs that tests launch are processes of Python's own.

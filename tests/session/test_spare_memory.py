@@ -291,6 +291,21 @@ def test_where_more_would_be_written_nothing_is_tried(offloaded: Offload, shares
     assert not memascend.offload_of(model).host_budget.kept.measures
 
 
+def test_the_costs_of_a_step_are_of_its_own_batch(offloaded: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build("gpt2", torch.float32)
+    model = offloaded(model, host_memory=plan_of(model).budget, durability="step")
+    counted: list[int] = []
+    monkeypatch.setattr(ShareSearch, "after", lambda self, cost: counted.append(cost.elements))
+    optimizer = memascend.AdamW(model.parameters(), lr=3e-3)
+    lengths = (8, 32, 16, 8)
+    for number, length in enumerate(lengths):
+        model(**tiny_models.batch("gpt2", number, ROWS, length)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second, third = counted
+    assert second > 1.5 * third > 1.5 * first
+
+
 def test_a_budget_that_changes_goes_on_lending(offloaded: Offload) -> None:
     build = tiny_models.build("gpt2", torch.float32)
     limit = plan_of(build).budget

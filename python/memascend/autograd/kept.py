@@ -180,8 +180,10 @@ class KeptActivations:
         self.calls_kept = self.calls_recomputed = self.most_bytes = 0
         #: Nanoseconds of recomputations.
         self.recomputed_ns = 0
-        #: Of measured passes: the elements of the tensors that calls were given, and the most bytes that one saved.
-        self.elements = self.most_pass_bytes = 0
+        #: Elements of the tensors that calls were given, of those that are measured or kept.
+        self.elements = 0
+        #: The most bytes that a pass before the present one has saved.
+        self._most_pass_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -199,8 +201,7 @@ class KeptActivations:
 
     def begin(self) -> None:
         """Begin a pass of the whole model with gradients."""
-        self.elements += sum(elements for elements, _ in self._present)
-        self.most_pass_bytes = max(self.most_pass_bytes, sum(nbytes for _, nbytes in self._present))
+        self._most_pass_bytes = self.wanted_bytes
         self._last, self._present = self._present or self._last, []
         self.limit(self._room_of(self.held_bytes))
 
@@ -222,6 +223,7 @@ class KeptActivations:
             return None
         with raw_tensor_access():
             elements = sum(value.numel() for value in given if isinstance(value, torch.Tensor))
+        self.elements += elements
         call = self._begun(packing, elements)
         if call is not None:
             call.leave_out(value for value in in_place if isinstance(value, torch.Tensor))
@@ -279,7 +281,7 @@ class KeptActivations:
     @property
     def wanted_bytes(self) -> int:
         """The most bytes that the calls of a pass have saved."""
-        return max(self.most_pass_bytes, sum(nbytes for _, nbytes in self._present))
+        return max(self._most_pass_bytes, sum(nbytes for _, nbytes in self._present))
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from memascend.layout.units import CPU
 from memascend.memory_plan.device import make_device_plan
 from memascend.memory_plan.estimates import waiting_inputs
 from memascend.memory_plan.experts import partition_by_plan
-from memascend.options import pair_of
+from memascend.options import pair_of, parse_durability
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,13 +105,16 @@ class ComputeOptions:
             (over_ranks, "over ranks", "use one process"),
             (automatic, "with host_memory='auto'", "give host_memory a size"),
             (not self.options.recompute, "with recompute=False", "all activations are kept then"),
-            (pinned, f"with allocator={allocator!r}", "memory that CUDA pins as one is not given back in part"),
+            (pinned, f"with allocator={allocator!r}", "take 'locked', since this memory is pinned as one"),
         ):
             if cannot and self.options.spare_memory == "activations":
                 raise ValueError(f"spare_memory='activations' does not work {where}: {instead}, or leave it out")
             if cannot:
                 return False
-        return self.options.spare_memory != "states"
+        if self.options.spare_memory == "auto":
+            # States that stay are not written where not every step is durable: lending them would wear the drives.
+            return parse_durability(self.options.durability) in (None, 1)
+        return self.options.spare_memory == "activations"
 
     def partition(
         self, model: nn.Module, fused_loss: bool | str | None, over_ranks: bool, from_files: bool = False
