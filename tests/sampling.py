@@ -3,10 +3,10 @@
 `sampled.json` names parametrized tests with the number of their cases. They are picked so that as many values of all
 parameters as possible occur, the same ones in every run.
 
-`rotated.json` names tests that take seconds, and files whose tests share a long fixture. Their picked cases are divided
-into shares, neighbours into different ones, and a run has one share, by the number in MEMASCEND_SAMPLED. For `make
-test` it is the number of commits: the same command finds a failure again at the same commit, and as many commits as
-there are shares have all cases.
+`rotated.json` names tests that take long (rotate.py), and files whose tests share a long fixture. Their picked cases
+are divided into shares, neighbours into different ones, and a run has one share, by the number in MEMASCEND_SAMPLED.
+For `make test` it is the number of commits: the same command finds a failure again at the same commit, and as many
+commits as there are shares have all cases.
 """
 
 from __future__ import annotations

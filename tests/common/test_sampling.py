@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rotate
 import sampling
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -95,3 +96,15 @@ def test_every_name_in_the_lists_is_a_test() -> None:
     assert all(count >= 0 for count in counts.values())
     # No run would have these.
     assert [name for name in rotated if counts.get(name) == 0] == []
+
+
+def test_what_takes_long_is_rotated() -> None:
+    lines = [
+        ("a/test_x.py::test_long[1]", 1.2, False),
+        ("a/test_x.py::test_long[2]", 0.4, False),
+        ("a/test_x.py::test_quick", 0.5, False),
+        ("a/test_x.py::test_that_finds_most", 9.0, True),
+        ("a/test_y.py::test_of_a_whole_file", 9.0, False),
+    ]
+    listed = ["a/test_x.py::test_quick", "a/test_x.py::test_left_out", "a/test_y.py"]
+    assert rotate.rotated(listed, lines) == ["a/test_x.py::test_left_out", "a/test_x.py::test_long", "a/test_y.py"]

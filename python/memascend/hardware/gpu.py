@@ -9,7 +9,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,8 +133,12 @@ def measure_host_memory(*, size: int = HOST_BYTES, seconds: float = 1.0) -> floa
     return 2 * size * _per_second(lambda: target.copy_(source), seconds)
 
 
+@cache
 def measure_update(threads: int, *, seconds: float = 0.3) -> Rate:
-    """Measure how many bytes per second `threads` threads read and write when they update weights by AdamW."""
+    """Measure how many bytes per second `threads` threads read and write when they update weights by AdamW.
+
+    Once a process: further plans have the same rate.
+    """
     planes = [torch.zeros(UPDATE_ELEMENTS, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int16)]
     weight, gradient = (torch.ones(UPDATE_ELEMENTS, dtype=torch.bfloat16) for _ in range(2))
     rule = Rule("adamw", "float32", "bfloat16", True)
