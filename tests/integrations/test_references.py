@@ -146,6 +146,28 @@ def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path:
 
 
 @SOAK
+@pytest.mark.parametrize(
+    "how", [{"frozen": "files"}, {"frozen": "store", "experts": "pieces"}], ids=["files", "pieces"]
+)
+@pytest.mark.parametrize("base", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_generates_and_compares_however_it_is_read(base: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """GRPO generates with the adapters, and compares with the model without them, by experts read one by one."""
+    source = directory_of(base, tmp_path / "base")
+    trainer_class, config, theirs, their_config = classes("GRPO")
+    given = {"peft_config": adapters()}
+    expected = trained(theirs, their_config, "GRPO", in_memory(base, source), tmp_path / "in memory", {}, **given)
+    options = {"host_memory": "128MiB"} | how
+    trainer = trained(trainer_class, config, "GRPO", str(source), tmp_path / "out", options, **given)
+    assert untimed(trainer) == untimed(expected)
+    ours, wanted = (
+        {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+        for model in (trainer.model, expected.model)
+    )
+    assert wanted and not differing(ours, wanted)
+    memascend.close(trainer.model)
+
+
+@SOAK
 @pytest.mark.parametrize("frozen", ["files", "store", "published", "pieces"])
 @pytest.mark.parametrize("recipe", ["DPO", "KTO"])
 @pytest.mark.parametrize("base", ["qwen3_moe", "gpt_oss", "fp8", "mxfp4"])
