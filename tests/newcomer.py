@@ -32,7 +32,8 @@ LEFT_OUT = {
     r"torchrun --nnodes": "needs two machines",
     r"--device cuda|--gpu": "needs a GPU",
     r"/dev/nvme": "needs root and a drive whose contents may be lost",
-    r"fp8_model": "needs a quantised model: tests/cli/test_dequantize.py makes one",
+    r"fp8_model|path/to/gpt-oss": "needs a quantised model: tests/cli/test_dequantize.py makes one",
+    r"path/to/mixture": "needs a mixture of experts: tests/cli/test_experts_option.py makes one",
     r"--resume --change": "goes on with a run that was interrupted: tests/cli/test_changes.py does",
 }
 #: Replacements for the sizes of a large run: (pattern, replacement), and why.

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from test_records import PLAIN, TALK, lines, write_tokenizer
 from transformers import FineGrainedFP8Config, Mxfp4Config
 
+import memascend
 from memascend.cli import adapters, main
 from memascend.layout import tables
 
@@ -126,3 +127,32 @@ def test_a_plan_has_the_bytes_of_published_layers(
     # By the configuration alone, or where experts are read one by one, weights are in 16 bits.
     shutil.copy(packed / "config.json", tmp_path / "config.json")
     assert not planned(tmp_path / "config.json", "--json")["model"]["published"]
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_answers_are_those_of_the_dequantised_model(
+    form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], by_tables: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, plain = directories(tmp_path, form)
+    (tmp_path / "prompts.txt").write_text("7 times\n")
+    ways: list[Any] = []
+    opening = memascend.from_pretrained
+
+    def opened(path: Path, **options: Any) -> Any:
+        ways.append((path, options.get("frozen"), options.get("frozen_bits")))
+        return opening(path, **options)
+
+    monkeypatch.setattr(memascend, "from_pretrained", opened)
+
+    def answers(directory: Path, *flags: str) -> Any:
+        given = ["generate", str(directory), "--prompts", str(tmp_path / "prompts.txt"), "--temperature", "0", "--raw"]
+        given += ["--max-new-tokens", "16", "--host-memory", "64MiB", "--store", str(tmp_path), *flags]
+        code, (out, told) = main.main(given), capfd.readouterr()
+        return out if code == 0 else told
+
+    wanted = answers(plain)
+    ways.clear()
+    assert answers(packed) == wanted
+    assert ways == [(packed, "files", None)]
+    told = answers(packed, "--base-bits", "4")
+    assert "--base-bits quantises weights, and those of" in told and "leave it out" in told

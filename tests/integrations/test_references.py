@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import faults
 import pytest
 import quantised_models
 import requirements
@@ -13,12 +17,16 @@ import small_mixtures
 import torch
 from bit_equality import differing
 from chat_models import tokenizer
+from commands import command
 from trainer_runs import logged, weights
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 import memascend
 from memascend.cli import main
+from memascend.cli.recipes import run
 from memascend.integrations.transformers import TrainerMixin
+from memascend.recovery.resume import read_record
+from memascend.session.api import offload_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,6 +146,28 @@ def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path:
 
 
 @SOAK
+@pytest.mark.parametrize(
+    "how", [{"frozen": "files"}, {"frozen": "store", "experts": "pieces"}], ids=["files", "pieces"]
+)
+@pytest.mark.parametrize("base", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_generates_and_compares_however_it_is_read(base: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """GRPO generates with the adapters, and compares with the model without them, by experts read one by one."""
+    source = directory_of(base, tmp_path / "base")
+    trainer_class, config, theirs, their_config = classes("GRPO")
+    given = {"peft_config": adapters()}
+    expected = trained(theirs, their_config, "GRPO", in_memory(base, source), tmp_path / "in memory", {}, **given)
+    options = {"host_memory": "128MiB"} | how
+    trainer = trained(trainer_class, config, "GRPO", str(source), tmp_path / "out", options, **given)
+    assert untimed(trainer) == untimed(expected)
+    ours, wanted = (
+        {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+        for model in (trainer.model, expected.model)
+    )
+    assert wanted and not differing(ours, wanted)
+    memascend.close(trainer.model)
+
+
+@SOAK
 @pytest.mark.parametrize("frozen", ["files", "store", "published", "pieces"])
 @pytest.mark.parametrize("recipe", ["DPO", "KTO"])
 @pytest.mark.parametrize("base", ["qwen3_moe", "gpt_oss", "fp8", "mxfp4"])
@@ -174,6 +204,33 @@ def test_a_second_model_is_the_reference(base: str, recipe: str, frozen: str, tm
     memascend.close(reference)
 
 
+def words_of(base: str, recipe: str, source: Path, steps: int, dtype: str = "bfloat16") -> list[str]:
+    """Return the arguments of a run of the command, beside `source`."""
+    room = source.parent
+    data = room / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[recipe]))
+    words = ["finetune", str(source), "--task", recipe.lower(), "--data", str(data), "--out", str(room / "out")]
+    words += ["--store", str(room / "store"), "--host-memory", "128MiB", "--steps", str(steps), "--batch-size", "2"]
+    words += ["--grad-accum", "2", "--lr", "1e-2", "--schedule", "constant", "--seq-len", "32", "--dtype", dtype]
+    return [*words, "--dequantize"] if BASES[base] else words
+
+
+def assert_written_as_in_memory(base: str, recipe: str, source: Path, steps: int) -> None:
+    """Compare what the command has written with the run of TRL's trainer in memory."""
+    _, _, theirs, their_config = classes(recipe)
+    expected = trained(
+        theirs,
+        their_config,
+        recipe,
+        in_memory(base, source),
+        source.parent / "in memory",
+        {"seed": 0, "weight_decay": 0.01, "max_steps": steps},
+        ref_model=in_memory(base, source),
+    )
+    written = AutoModelForCausalLM.from_pretrained(source.parent / "out", dtype=torch.bfloat16)
+    assert not differing(weights(written), weights(expected.model))
+
+
 @SOAK
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("recipe", ["DPO", "KTO"])
@@ -182,27 +239,44 @@ def test_the_command_opens_the_reference(
     base: str, recipe: str, lora: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = directory_of(base, tmp_path / "base")
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[recipe]))
-    words = ["finetune", str(source), "--task", recipe.lower(), "--data", str(data), "--out", str(tmp_path / "out")]
-    words += ["--store", str(tmp_path / "store"), "--host-memory", "128MiB", "--steps", "2", "--batch-size", "2"]
-    words += ["--grad-accum", "2", "--lr", "1e-2", "--schedule", "constant", "--seq-len", "32", "--dtype", "bfloat16"]
-    words += ["--dequantize"] if BASES[base] else []
-    words += ["--lora-rank", "4"] if lora else []
+    words = words_of(base, recipe, source, 2) + (["--lora-rank", "4"] if lora else [])
     assert main.main(words) == 0, capfd.readouterr().err
     if lora:
         assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-        return
-    _, _, theirs, their_config = classes(recipe)
-    whole = in_memory(base, source)
-    expected = trained(
-        theirs,
-        their_config,
-        recipe,
-        whole,
-        tmp_path / "in memory",
-        {"seed": 0, "weight_decay": 0.01},
-        ref_model=in_memory(base, source),
-    )
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    assert not differing(weights(written), weights(expected.model))
+    else:
+        assert_written_as_in_memory(base, recipe, source, 2)
+
+
+@pytest.mark.parametrize("base", ["fp8", pytest.param("mxfp4", marks=SOAK)])
+def test_a_killed_run_that_trains_what_was_quantised_ends_as_one_in_memory(
+    base: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights are trained, dequantised in the store; the reference is read as it is published."""
+    source, steps = directory_of(base, tmp_path / "base"), 8
+    words, metrics = words_of(base, "DPO", source, steps), tmp_path / "out" / "metrics.jsonl"
+    with faults.Child(tmp_path, command, words) as child:
+        while not metrics.exists() or metrics.read_bytes().count(b'"record": "step"') < 3:
+            assert child.alive(), child.wait().err
+            time.sleep(0.005)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    done = read_record([tmp_path / "store"])["steps"]
+    assert 2 <= done < steps, "it was killed in mid-run"
+    published: list[int] = []
+
+    def opened(settings: Any, reference: Any = run._reference) -> Any:
+        model = reference(settings)
+        published.append(sum(len(unit.published) for unit in offload_of(model).units))
+        return model
+
+    monkeypatch.setattr(run, "_reference", opened)
+    assert main.main([*words, "--resume"]) == 0, capfd.readouterr().err
+    assert published[0] > 0
+    assert_written_as_in_memory(base, "DPO", source, steps)
+
+
+def test_a_reference_that_is_not_read_in_place_is_copied(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """FP8 is dequantised in place to bfloat16 alone."""
+    source = directory_of("fp8", tmp_path / "base")
+    assert main.main(words_of("fp8", "DPO", source, 1, "float32")) == 0, capfd.readouterr().err
+    assert not list(tmp_path.glob("store-reference/*"))

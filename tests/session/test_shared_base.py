@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import subprocess
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import faults
@@ -13,10 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 import memascend
+from memascend.formats.nf4 import write_nf4
 
 peft = requirements.package("peft")
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
@@ -27,6 +31,8 @@ STEPS = 2
 FILES = {
     "as it is": {"frozen": "files"},
     "quantised": {"frozen": "store", "frozen_bits": "published", "dequantize": True},
+    "quantised, all of it in place": {"frozen": "files", "dequantize": True},
+    "quantised once by us": {"frozen": "files", "dequantize": True},
 }
 
 
@@ -72,15 +78,46 @@ def train(pipe: Any, directory: Path, room: Path, seed: int, options: dict[str, 
     memascend.close(base)
 
 
+@contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Have nothing in a directory be written: by its modes, and for root, who may all the same, by a mount."""
+    kept = [(path, path.stat().st_mode) for path in (directory, *directory.iterdir())]
+    for path, mode in kept:
+        path.chmod(mode & ~0o222)
+    mount = ["mount", "--bind", directory, directory], ["mount", "-o", "remount,bind,ro", directory]
+    mounted = os.geteuid() == 0 and all(subprocess.run(words).returncode == 0 for words in mount)
+    try:
+        if mounted:
+            with pytest.raises(OSError, match="Read-only file system"):
+                (directory / "new").touch()
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", directory], check=True)
+        for path, mode in kept:
+            path.chmod(mode)
+
+
+def written(form: str, directory: Path) -> Any:
+    """Write a base, and return how transformers dequantises it."""
+    if form == "as it is":
+        models.llama().save_pretrained(directory)
+    elif form == "quantised once by us":
+        requirements.package("bitsandbytes")
+        models.llama().save_pretrained(directory.with_name("plain"))
+        write_nf4(directory.with_name("plain"), directory)
+    else:
+        models.fp8(directory, models.llama())
+        return FineGrainedFP8Config(dequantize=True)
+    return None
+
+
 @pytest.mark.parametrize("form", FILES)
 def test_two_processes_train_over_one_base(form: str, tmp_path: Path) -> None:
     directory = tmp_path / "base"
-    if form == "quantised":
-        models.fp8(directory, models.llama())
-    else:
-        models.llama().save_pretrained(directory)
+    config = written(form, directory)
     files = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in directory.iterdir()}
-    with ExitStack() as processes:
+    with read_only(directory), ExitStack() as processes:
         both = [
             processes.enter_context(faults.Child(tmp_path, train, directory, tmp_path, seed, FILES[form]))
             for seed in (1, 2)
@@ -93,10 +130,10 @@ def test_two_processes_train_over_one_base(form: str, tmp_path: Path) -> None:
         assert [process.wait().code for process in both] == [0, 0], [process.told() for process in both]
     assert files == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in directory.iterdir()}
     for seed in (1, 2):
-        if form == "quantised":
-            base = models.dequantised_by_transformers(directory, FineGrainedFP8Config(dequantize=True))
-        else:
+        if form == "as it is":
             base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).train()
+        else:
+            base = models.dequantised_by_transformers(directory, config)
         expected = Training(adapted(base, seed), seed)
         for number in range(STEPS):
             expected.step(number)

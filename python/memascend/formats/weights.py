@@ -277,6 +277,11 @@ class Sources:
             if self._is_quantised(place):
                 unit.published[place] = sum(self._stored_nbytes(key) for key, _ in self._pieces_of(place.name) or ())
 
+    def stored_as(self, place: ParameterEntry) -> list[str] | None:
+        """Return the tensors of the files that lie one behind the other in a parameter; None where it is made."""
+        pieces = self._pieces_of(place.name)
+        return None if pieces is None else [key for key, _ in pieces]
+
     def _pieces_of(self, first_name: str) -> list[tuple[str, int]] | None:
         """Return the tensors that a parameter is read from, each with its first element there; None if it is made."""
         for name in self._aliases[first_name]:

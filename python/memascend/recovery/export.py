@@ -18,6 +18,7 @@ from memascend.formats.distributed import save_distributed
 from memascend.formats.gguf import write_gguf
 from memascend.formats.gguf.architectures import describe
 from memascend.formats.hugging_face import from_pretrained
+from memascend.formats.nf4 import write_nf4
 from memascend.formats.quantised.forms import form_of
 from memascend.formats.saving import save_pretrained
 from memascend.formats.side_files import add_tokenizer, copy_side_files, has_tokenizer
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class Export:
     """The source and the form of an export."""
 
-    #: "huggingface" (save_pretrained), "torch" (that and the optimizer's state dict), "distributed" or "gguf".
+    #: "huggingface" (save_pretrained), "torch" (that and the optimizer's state dict), "distributed", "gguf" or "nf4".
     layout: str
     #: Of the saved weights; None keeps each parameter's own. "q8_0" is for GGUF.
     dtype: str | None = None
@@ -54,7 +55,7 @@ def export(paths: Sequence[Path], out: Path, how: Export) -> str:
 
     Args:
         paths: the volumes of a store, at least one; or one directory of adapters that PEFT wrote, which are merged; or,
-            for GGUF, one model directory.
+            for GGUF and NF4, one model directory.
         out: a directory that does not exist yet.
 
     Raises:
@@ -70,18 +71,23 @@ def export(paths: Sequence[Path], out: Path, how: Export) -> str:
         _check_directory(paths, how)
     with workspace(out) as work, writing(out):
         finished, model = work / "finished", work / "model"
-        written = model if how.layout == "gguf" else finished
+        written = model if how.layout in ("gguf", "nf4") else finished
         if is_adapter(first):
             what = _merged(first, written, work / "store", how)
         elif is_model(first):
             model, what = first, f"the model in {first}"
+            if tokenizer is not None and how.layout == "nf4":
+                _check_tokenizer(tokenizer, limits(load_config(first))[0])
         else:
             what = _of_store(paths, written, how)
-        if how.layout == "gguf":
-            try:
+        try:
+            if how.layout == "gguf":
                 write_gguf(model, finished, how.dtype, out.name, how.tell, tokenizer=tokenizer)
-            except CheckpointError as error:  # The user knows the source, and not the directory on the way.
-                raise CheckpointError(str(error).replace(str(model), str(first))) from error
+            elif how.layout == "nf4":
+                write_nf4(model, finished)
+                copy_side_files(model, finished, how.tell, tokenizer=tokenizer)
+        except CheckpointError as error:  # The user knows the source, and not the directory on the way.
+            raise CheckpointError(str(error).replace(str(model), str(first))) from error
         put_in_place(finished, out)
     return what
 
@@ -112,7 +118,9 @@ def _check_directory(paths: Sequence[Path], how: Export) -> None:
     if how.layout in ("torch", "distributed"):
         raise CheckpointError(f"{first} is not a store: --format {how.layout} needs a store with its optimizer")
     if how.layout == "huggingface" and not is_adapter(first):
-        raise CheckpointError(f"{first} is a model directory of Hugging Face already: give --format gguf, or copy it")
+        raise CheckpointError(
+            f"{first} is a model directory of Hugging Face already: give --format gguf or nf4, or copy it"
+        )
 
 
 def _of_store(paths: Sequence[Path], out: Path, how: Export) -> str:

@@ -22,11 +22,12 @@ from memascend.durability.record import understanding
 from memascend.errors import BudgetError, CheckpointError, DataError, OutputError, StoreError, system_line
 from memascend.formats.adapters import add_as_in, is_adapter, is_model, load_adapters, model_of
 from memascend.formats.config import INSTEAD, checkpoint_dtype, limits, load_config
+from memascend.formats.quantised.forms import form_of
 from memascend.formats.side_files import has_tokenizer
 from memascend.formats.transformers_models import config_of_record, why_not_trained_causally
 from memascend.formats.weights import empty_model_of
 from memascend.hardware.drives import cache_directory
-from memascend.layout.bits import COMPUTED_IN
+from memascend.layout.bits import COMPUTED_IN, PUBLISHED
 from memascend.layout.experts import adapted_experts
 from memascend.recovery.resume import read_record
 from memascend.session.api import offload_of
@@ -116,7 +117,7 @@ def _refuse_gguf(path: Path) -> None:
 
 
 def _directory(model: Path, tokenizer: Path, as_bytes: bool, adapter: Path | None = None) -> ModelSource:
-    config = load_config(model)
+    config = load_config(model, dequantize=True)
     return ModelSource((model,), config, model, _tokenizer_in(tokenizer, config, as_bytes, str(model)), adapter)
 
 
@@ -192,18 +193,24 @@ def _opened(source: ModelSource, host_memory: int | str, how: Opening, stack: Ex
 
 
 def _from_directory(source: ModelSource, store: Path, host_memory: int | str, how: Opening) -> Any:
-    opening = partial(memascend.from_pretrained, source.paths[0], store=store, host_memory=host_memory)
+    opening = partial(memascend.from_pretrained, source.paths[0], store=store, host_memory=host_memory, dequantize=True)
+    form = form_of(source.paths[0])
     if how.base_bits is not None:
+        if form is not None:
+            raise DataError(
+                f"--base-bits quantises weights, and those of {source.paths[0]} are in {form}: leave it out"
+            )
         experts = how.experts or "whole"
         return opening(dtype=COMPUTED_IN, frozen="store", frozen_bits=how.base_bits, experts=experts)
     opening = partial(opening, dtype="auto")
     if how.experts == "pieces":
         _check_pieces(source)
         return opening(frozen="store", experts="pieces")
-    try:
-        return opening(frozen="files")
-    except (CheckpointError, BudgetError):  # Tensors that are converted, or a vocabulary that is too large to be whole.
-        pass
+    in_place = [{"frozen": "files"}, *([{"frozen": "store", "frozen_bits": PUBLISHED}] if form is not None else [])]
+    for where in in_place:
+        # Tensors that are converted, or a vocabulary that is too large to be whole.
+        with suppress(CheckpointError, BudgetError):
+            return opening(**where)
     try:
         return opening(frozen="store")
     except BudgetError as error:

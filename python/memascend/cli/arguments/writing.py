@@ -13,24 +13,25 @@ def add_export(subcommands: Any) -> None:
     parser = subcommand(
         subcommands,
         "export",
-        help="write a model in formats of other programs: Hugging Face, GGUF for llama.cpp and Ollama, PyTorch",
+        help="write a model in formats of other programs: Hugging Face, GGUF for llama.cpp and Ollama, PyTorch, NF4",
         description="Write the model in a store, with its optimizer's states, in formats of other programs, in\n"
-        "bounded memory; or the model of some adapters with these merged; or a model directory as GGUF.\n"
+        "bounded memory; or the model of some adapters with these merged; or a model directory as GGUF or NF4.\n"
         "OUT must not exist.",
     )
     add = parser.add_argument
     text = (
         "a directory or raw device of a store; the store's others are found from there. Or a directory of adapters "
-        "that `memascend finetune --lora-rank` or PEFT wrote, or, with --format gguf, a model directory"
+        "that `memascend finetune --lora-rank` or PEFT wrote, or, with --format gguf or nf4, a model directory"
     )
     add("store", type=path, nargs="+", metavar="SOURCE", help=text)
     add("--out", type=path, required=True, metavar="OUT", help="the directory to write; must not exist yet")
     text = (
         "huggingface: a model directory; gguf: model.gguf for llama.cpp with its tokenizer, and a Modelfile for "
         "Ollama; torch: a model directory, and optimizer.pt for torch.load; distributed: a checkpoint of "
-        "torch.distributed.checkpoint with both (default: %(default)s)"
+        "torch.distributed.checkpoint with both; nf4: a model directory whose linear weights are in 4 bits, "
+        "as bitsandbytes has them, which any number of runs of adapters read in place (default: %(default)s)"
     )
-    add("--format", choices=("huggingface", "gguf", "torch", "distributed"), default="huggingface", help=text)
+    add("--format", choices=("huggingface", "gguf", "torch", "distributed", "nf4"), default="huggingface", help=text)
     text = (
         "of the weights written (default: as they are); q8_0 with --format gguf alone. llama-quantize of llama.cpp "
         "makes files of other types, such as q4_k_m, from one in bfloat16 or float16"

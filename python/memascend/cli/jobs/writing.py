@@ -26,6 +26,8 @@ def export(chosen: argparse.Namespace) -> int:
         raise DataError("--tokenizer is for a model directory: leave it out with --format distributed")
     if chosen.dtype == QUANTISED and chosen.format != "gguf":
         raise DataError(f"--dtype {QUANTISED} is for a file of llama.cpp: give --format gguf too")
+    if chosen.dtype is not None and chosen.format == "nf4":
+        raise DataError("--format nf4 has bfloat16 beside what is quantised: leave --dtype out")
     quiet_libraries()
     warn_no_more()
     how = exports.Export(
@@ -44,6 +46,9 @@ def export(chosen: argparse.Namespace) -> int:
         )
         print(f"run it with `llama-cli -m {file}`, or give it to Ollama:")
         print(f"  ollama create {name} -f {modelfile}")
+    if chosen.format == "nf4":
+        words = f"memascend finetune {shlex.quote(str(chosen.out))} --dequantize --lora-rank 16"
+        print(f"train adapters over it with `{words}`")
     return 0
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from memascend.cli.recipes.record import Record, last_checkpoint, record_before
 from memascend.cli.recipes.rows import divided, load_rows
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import writing
-from memascend.errors import DataError, MemascendError, OutputError, first_line
+from memascend.errors import CheckpointError, DataError, MemascendError, OutputError, first_line
 from memascend.formats.config import load_config
 from memascend.formats.tokenizers import load_tokenizer
 from memascend.hardware.drives import is_device
@@ -224,19 +225,25 @@ def _tokenizer(settings: Settings) -> Any:
 
 
 def _reference(settings: Settings) -> Any:
-    """Open the model before the training, read from its own files, beside the store, with the least memory."""
+    """Open the model before the training beside the store, with the least memory.
+
+    It is read from its own files, also where it is quantised there; from a copy where these cannot be read in place.
+    """
     if is_device(settings.store[0]):
         raise DataError(
             "the model is compared with itself before the training, which is read through a directory: give --store "
             "one, or --lora-rank, or precompute_ref_log_probs=true by --trainer-options"
         )
-    store = Path(f"{settings.store[0]}-reference")
-    return memascend.from_pretrained(
+    opening = partial(
+        memascend.from_pretrained,
         settings.model_dir,
-        store=store,
+        store=Path(f"{settings.store[0]}-reference"),
         host_memory=None,
         dtype=settings.dtype,
-        frozen="files",
+        dequantize=settings.dequantize,
         device=settings.device,
         keep_store=REPLACE,
     )
+    with suppress(CheckpointError):
+        return opening(frozen="files")
+    return opening(frozen="store")
