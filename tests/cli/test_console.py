@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import sys
 
 import forked
 import pytest
@@ -34,3 +35,13 @@ def test_a_panic_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert main.main(["doctor"]) == main.FAILED
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("memascend: error: a defect of memascend: index out of bounds (crates/a.rs:1:2). What is")
+
+
+def test_closed_streams_are_no_number_of_a_file() -> None:
+    """A store that got the number of standard output would hold what libraries print."""
+    program = "import os, sys; from memascend.cli import main; main.main = lambda: report(); " + (
+        "report = lambda: sys.exit(0 if all(os.path.samefile(n, os.devnull) for n in range(3)) "
+        "and not sys.stdout.isatty() else 1); main.run()"
+    )
+    done = subprocess.run(["sh", "-c", 'exec "$0" -P -c "$1" <&- >&- 2>&-', sys.executable, program], timeout=240)
+    assert done.returncode == 0
