@@ -69,9 +69,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MEMASCEND_FRESH", "1")
     output = run("resume_after_kill.py")
     # Commits run beside the next step: the third's may not have ended when the fourth is killed.
-    assert "exit code -9" in output
-    assert re.search(r"resumed after step [23]$", output, flags=re.MULTILINE)
-    assert "the same, bit for bit" in output
+    # Without the first line, something else has killed it (a lack of memory), after whatever step.
+    assert "killed in step 4" in output and "exit code -9" in output, output
+    assert re.search(r"^resumed after step [23]$", output, flags=re.MULTILINE), output
+    assert "the same, bit for bit" in output, output
 
 
 @pytest.mark.usefixtures("program")
@@ -153,5 +154,5 @@ def test_every_example_is_short_and_run() -> None:
     assert len(NAMES) == 6
     source = Path(__file__).read_text()
     for name in NAMES:
-        assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 60, name
         assert f'"{name}"' in source
