@@ -70,7 +70,7 @@ def demo(
     train, held_out = _sources()
     cache = model_dir.parent
     place = store or cache
-    clear_away(place)  # What a demo that was killed has left.
+    clear_away(place)  # A demo that was killed has left its directory.
     with hidden_directory(place, "demo") as work:
         settings = Settings(
             model_dir=model_dir,

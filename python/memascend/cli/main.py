@@ -59,7 +59,7 @@ def _main(words: Sequence[str]) -> int:
 def _open_streams() -> None:
     """Lead standard streams that were closed before the command began (`>&-`) to /dev/null.
 
-    Else the next file that is opened, a store perhaps, gets the number of one of them, and what libraries print.
+    Else the next file that is opened, a store perhaps, gets the number of one of them, and the lines of libraries.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
