@@ -49,7 +49,7 @@ def test_closed_streams_are_no_number_of_a_file() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(80, 4), (200, 3)])
+@pytest.mark.parametrize(("columns", "rows"), [(80, 5), (200, 3)])
 def test_a_row_of_the_plan_is_not_broken_by_the_terminal(
     columns: int, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
