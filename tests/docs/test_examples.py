@@ -33,7 +33,7 @@ def run(name: str) -> str:
     # The command is that beside the interpreter.
     path = os.pathsep.join([os.path.dirname(forked.python()), os.environ["PATH"]])
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
