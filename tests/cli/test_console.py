@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
 
@@ -47,6 +48,19 @@ def test_closed_streams_are_no_number_of_a_file() -> None:
     )
     done = subprocess.run(["sh", "-c", 'exec "$0" -P -c "$1" <&- >&- 2>&-', sys.executable, program], timeout=240)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(encoding: str) -> None:
+    program = "from memascend.cli import main; main.main = lambda: print('caf\\udce9') or 0; main.run()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    assert (done.returncode, done.stdout) == (0, "caf\\udce9\n"), done.stderr
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 5), (200, 3)])
