@@ -7,8 +7,11 @@ import sys
 
 import faults
 import pytest
+import tiny_models
 import torch
 
+import memascend
+from memascend._memascend import format_device
 from memascend.cli import main
 from memascend.doctor import findings, software, storage, system
 from memascend.hardware import drives, threads, waits
@@ -186,6 +189,21 @@ def test_a_raw_device_and_its_disk(tmp_path):
         found = list(storage.storage(device.path, measure=False))
         assert found[-1].level == "problem"
     assert storage.disk_of(tmp_path / "missing") is None
+
+
+@pytest.mark.root
+def test_a_store_on_a_device_is_no_problem_and_stays(tmp_path):
+    with faults.loop_device(192 << 20) as device:
+        format_device(device.path)
+        model = memascend.offload(tiny_models.build("llama"), store=device.path, host_memory="64MiB", keep_store=True)
+        running = list(storage.storage(device.path))
+        memascend.close(model)
+        kept = list(storage.storage(device.path))
+        assert memascend.can_resume(device.path)
+    for found, text in ((running, "a run is using it"), (kept, "holds the store of an earlier run")):
+        assert not findings.has_problem(found)
+        assert [line.level for line in found if text in line.text] == ["note"]
+    assert f"memascend inspect {device.path}" in kept[0].remedy
 
 
 @pytest.mark.parametrize(("percent", "celsius", "level"), [(3, 41, "ok"), (85, 41, "note"), (3, 75, "note")])

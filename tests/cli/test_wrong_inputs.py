@@ -149,7 +149,13 @@ def test_contents_that_templates_take() -> None:
             "has a prompt that is no text in every row: --task dpo takes texts, or",
         ),
         ("dpo", [PAIR | {"rejected": [1]}], "has a rejected that is no text in every row"),
-        ("kto", [LABELLED | {"label": "maybe"}], "has a label of string: --task kto takes true or false"),
+        ("kto", [LABELLED | {"label": "maybe"}], "has labels of string: --task kto takes true or false"),
+        ("kto", [LABELLED | {"label": label} for label in ("yes", 1)], "has labels of several kinds"),
+        (
+            "reward",
+            [PAIR | {"prompt": [{"role": "user", "content": "1+1="}]}],
+            "mixes texts and messages (prompt: messages, chosen: text, rejected: text)",
+        ),
         ("kto", [LABELLED] * 4, "--task kto: Actual (not effective) batch size must be > 1"),
     ],
 )
@@ -161,6 +167,13 @@ def test_rows_that_a_trainer_would_end_in_an_error_for(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert problem in refusal(capfd, run(model_dir, data=data, task=task))
     assert not list(model_dir.parent.glob("store*/*"))
+
+
+def test_a_table_without_rows(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    requirements.package("trl", "datasets")
+    data = model_dir.parent / "rows.csv"
+    data.write_text("text,label\n")
+    assert f"--data {data} has no rows" in refusal(capfd, run(model_dir, data=data, task="classify"))
 
 
 @pytest.mark.parametrize(
@@ -177,3 +190,33 @@ def test_options_that_a_trainer_refuses(
     data = model_dir.parent / "rows.jsonl"
     data.write_text(json.dumps(PAIR) + "\n")
     assert problem in refusal(capfd, run(model_dir, "--trainer-options", option, data=data, task="dpo"))
+
+
+@pytest.mark.parametrize("kind", [{"a": 1}, [1]])
+def test_a_field_of_text_that_holds_another_kind(
+    model_dir: Path, kind: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = model_dir.parent / "rows.jsonl"
+    data.write_text(json.dumps({"text": kind}) + "\n")
+    told = "an object" if isinstance(kind, dict) else "a list"
+    assert f"line 1 has {told} in field 'text', and no text" in refusal(capfd, run(model_dir, data=data))
+
+
+def test_weights_that_would_repeat_documents_without_end(model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    other = model_dir.parent / "other.txt"
+    other.write_text("d e f " * 50)
+    words = [*run(model_dir), "--data", str(other), "--weights", "1e9", "1"]
+    assert "--weights: 1e+09 is more than 1,000 times 1" in refusal(capfd, words)
+
+
+@pytest.mark.parametrize(
+    "address", ["https://huggingface.co/org/name", "https://huggingface.co/org/name/tree/main", "hf://org/name"]
+)
+def test_the_address_of_a_model_is_not_its_name(
+    model_dir: Path, address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = run(model_dir)
+    words[1] = address
+    assert refusal(capfd, words).endswith("a model of the hub is named without its address: org/name\n")
+    assert main(["plan", address, "--host-memory", "64MiB"]) == BAD_INPUT
+    assert capfd.readouterr().err.endswith("without its address: org/name\n")

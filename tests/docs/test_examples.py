@@ -33,7 +33,7 @@ def run(name: str) -> str:
     # The command is that beside the interpreter.
     path = os.pathsep.join([os.path.dirname(forked.python()), os.environ["PATH"]])
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -69,9 +69,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MEMASCEND_FRESH", "1")
     output = run("resume_after_kill.py")
     # Commits run beside the next step: the third's may not have ended when the fourth is killed.
-    assert "exit code -9" in output
-    assert re.search(r"resumed after step [23]$", output, flags=re.MULTILINE)
-    assert "the same, bit for bit" in output
+    # Without the first line, something else has killed it (a lack of memory), after whatever step.
+    assert "killed in step 4" in output and "exit code -9" in output, output
+    assert re.search(r"^resumed after step [23]$", output, flags=re.MULTILINE), output
+    assert "the same, bit for bit" in output, output
 
 
 @pytest.mark.usefixtures("program")
@@ -153,5 +154,5 @@ def test_every_example_is_short_and_run() -> None:
     assert len(NAMES) == 6
     source = Path(__file__).read_text()
     for name in NAMES:
-        assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 60, name
         assert f'"{name}"' in source

@@ -197,12 +197,13 @@ def test_a_store_is_exported_for_llama_cpp(tmp_path: Path, capfd: pytest.Capture
         model.model.norm.weight.fill_(0.5)
     expected = dict(memascend.parameters_of(model))
     memascend.close(model)
-    assert main(["export", str(tmp_path / "s"), "--out", str(tmp_path / "out"), "--format", "gguf"]) == 0
-    assert f"ollama create out -f {tmp_path / 'out' / 'Modelfile'}" in capfd.readouterr().out
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    out = tmp_path / "my out"
+    assert main(["export", str(tmp_path / "s"), "--out", str(out), "--format", "gguf"]) == 0
+    assert f"ollama create my-out -f '{out / 'Modelfile'}'" in capfd.readouterr().out  # Ollama allows no space
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(out / "model.gguf").tensors}
     assert np.array_equal(tensors["output_norm.weight"].data, expected["model.norm.weight"].numpy())
     assert np.array_equal(tensors["output.weight"].data, expected["lm_head.weight"].numpy())
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "model.gguf"]
+    assert sorted(path.name for path in out.iterdir()) == ["Modelfile", "model.gguf"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT

@@ -116,7 +116,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: Path, capfd: pytest.CaptureF
     assert str(file) in refusal(capfd, ["bench", file])
     message = refusal(capfd, ["bench", tmp_path, "--size", "900TB"])
     assert "has no room for --size" in message
-    assert not list(tmp_path.glob(".memascend-bench-*"))
+    assert not list(tmp_path.glob(".memascend-bench.*"))
     assert told(capfd, ["bench", tmp_path, "--seconds", "0"])[0] == 2
 
 
@@ -540,13 +540,29 @@ def test_a_store_on_a_drive_is_not_warned_of(tmp_path: Path) -> None:
 def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:
     with faults_module.Child(tmp_path, _measure_for_long, tmp_path) as child:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(".memascend-bench-*/memascend.volume")):
+        while not list(tmp_path.glob(".memascend-bench.*/memascend.volume")):
             assert time.monotonic() < deadline, child.told()
             time.sleep(0.01)
         os.kill(child.pid, signal.SIGTERM)
         ended = child.wait()
     assert ended.code == 128 + signal.SIGTERM, ended.err
-    assert not list(tmp_path.glob(".memascend-bench-*"))
+    assert not list(tmp_path.glob(".memascend-bench.*"))
+
+
+def test_what_a_killed_measurement_has_left_goes_with_the_next(tmp_path: Path) -> None:
+    with faults_module.Child(tmp_path, _measure_for_long, tmp_path) as child:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".memascend-bench.*/memascend.volume")):
+            assert time.monotonic() < deadline, child.told()
+            time.sleep(0.01)
+        # That of a living process stays.
+        with drives.scratch(tmp_path) as own:
+            assert len(list(tmp_path.glob(".memascend-bench.*"))) == 2 and Path(own).is_dir()
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    (left,) = tmp_path.glob(".memascend-bench.*")
+    with drives.scratch(tmp_path):
+        assert not left.exists()
 
 
 def _measure_for_long(_pipe: Any, place: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -37,7 +38,20 @@ class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message. The command prints notices by itself."""
         if not getattr(record, "notice", False):
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(_narrowed(self.format(record)), file=sys.stderr, flush=True)
+
+
+def _narrowed(text: str) -> str:
+    """Put the note at the end of a table's row on a line of its own, where the terminal would break the row."""
+    if not sys.stderr.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.splitlines():
+        row, _, remark = line.rpartition("  ")
+        is_broken = len(line) > columns and bool(row.strip())
+        lines += [row.rstrip(), f"      {remark}"] if is_broken else [line]
+    return "\n".join(lines)
 
 
 def quiet_libraries() -> None:

@@ -24,6 +24,7 @@ from memascend.cli.demo_models import SMOLLM2
 from memascend.cli.dtypes import choose_dtype
 from memascend.cli.finetune import finetune
 from memascend.cli.settings import Result, Settings
+from memascend.common.outputs import clear_away, hidden_directory
 from memascend.common.sizes import format_size
 from memascend.errors import CheckpointError, MemascendError, OutputError
 from memascend.formats.config import load_config
@@ -68,8 +69,9 @@ def demo(
     choice = choose_dtype(dtype, model_dir, config)
     train, held_out = _sources()
     cache = model_dir.parent
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=store or cache) as folder:
-        work = Path(folder)
+    place = store or cache
+    clear_away(place)  # A demo that was killed has left its directory.
+    with hidden_directory(place, "demo") as work:
         settings = Settings(
             model_dir=model_dir,
             data=train,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import signal
 import sys
@@ -56,12 +57,27 @@ def _main(words: Sequence[str]) -> int:
         return code
 
 
+def _open_streams() -> None:
+    """Lead standard streams that were closed before the command began (`>&-`) to /dev/null.
+
+    Else the next file that is opened, a store perhaps, gets the number of one of them, and the lines of libraries. A
+    character of a path that the terminal's encoding lacks is escaped, and ends no command.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It gets the stream's number, which is the lowest that is free.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run() -> NoReturn:
     """Run the command as a process of its own.
 
     All files are closed and written when `main` returns. The interpreter is not finalised on the way out: with the
     state that an interrupted backward pass leaves in PyTorch, finalisation has crashed after the run's last line.
     """
+    _open_streams()
     for name in PRODUCTS_VARIABLES:
         os.environ.setdefault(name, str(PRODUCTS_KEPT))
     code = main()

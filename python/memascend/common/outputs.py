@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -39,14 +39,24 @@ def workspace(out: Path, *, replaces: bool = False, shared: bool = False) -> Ite
     clear_away(out.parent)
     if not (replaces or shared) and (process := _writer_of(out)) is not None:
         raise OutputError(f"--out {out} is being written by process {process}: wait for its end, or choose another")
-    try:
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-{os.getpid()}-", dir=out.parent))
-    except OSError as error:
-        raise OutputError(f"--out {out}: cannot write in {system_line(error, out.parent)}") from error
+    with ExitStack() as stack:
+        try:
+            work = stack.enter_context(hidden_directory(out.parent, out.name))
+        except OSError as error:
+            raise OutputError(f"--out {out}: cannot write in {system_line(error, out.parent)}") from error
+        yield work
+
+
+@contextmanager
+def hidden_directory(folder: Path, name: str) -> Iterator[Path]:
+    """Make a hidden directory in `folder`, and remove it at the end of the block.
+
+    Where the process is killed, `clear_away` removes it later. Raises OSError where it cannot be made.
+    """
+    work = Path(tempfile.mkdtemp(prefix=f".{name}.partial-{os.getpid()}-", dir=folder))
     lock = -1
     try:
-        with writing(out):
-            lock = _lock(work)
+        lock = _lock(work)
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)

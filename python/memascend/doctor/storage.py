@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memascend._memascend import Volume
 from memascend.common.sizes import format_size
 from memascend.doctor.findings import Finding, note, ok, problem
-from memascend.errors import MemascendError, first_line
+from memascend.errors import MemascendError, StoreError, first_line
 from memascend.hardware import drives
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ def storage(location: drives.Location, measure: bool = True) -> Iterator[Finding
     try:
         if not drives.is_device(location):
             yield from _filesystem(name)
-        yield from _direct(location)
+        try:
+            yield from _direct(location)
+        except StoreError as error:
+            if error.errno not in (errno.EEXIST, errno.EBUSY):
+                raise
+            measure = False
+            yield _of_a_run(name, is_running=error.errno == errno.EBUSY)
         yield from _health(location)
         if measure:
             yield _speed(location)
@@ -51,6 +58,20 @@ def storage(location: drives.Location, measure: bool = True) -> Iterator[Finding
         yield problem(
             name, first_line(error), "Give a directory with write permission, or a device formatted by memascend"
         )
+
+
+def _of_a_run(name: str, is_running: bool) -> Finding:
+    """Return the line on a device with a store of ours, which is not written to."""
+    if is_running:
+        return note(
+            name, "a run is using it: nothing was tried on it", "Look at the run: memascend report --refresh 30"
+        )
+    return note(
+        name,
+        "holds the store of an earlier run: it was left as it is, and nothing was tried on it",
+        f"`memascend inspect {name}` shows the run, and `memascend finetune ... --resume` goes on with it; "
+        f"`memascend format {name}` deletes it",
+    )
 
 
 def _filesystem(name: str) -> Iterator[Finding]:

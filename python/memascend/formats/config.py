@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,9 @@ from memascend.formats.weight_files import weights_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+#: A model's address, as a path, which has no double slashes.
+_ADDRESS = re.compile(r"(?:https?:/(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/)(?P<id>[\w.-]+/[\w.-]+)")
 
 #: The remedy for a model of another kind.
 INSTEAD = (
@@ -71,6 +75,8 @@ def _config_in(model_dir: Path) -> Path:
 
 def _of_hub(path: Path) -> str:
     """Return a hint for a name without a directory, which may have been meant as a model of the hub."""
+    if address := _ADDRESS.match(str(path)):
+        return f"; a model of the hub is named without its address: {address['id']}"
     return "" if len(path.parts) > 1 else f"; a model of the hub is named with its organisation, as in ORG/{path.name}"
 
 

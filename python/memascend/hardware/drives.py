@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import stat
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend._memascend import Volume, device_uuid
+from memascend.common.outputs import clear_away, hidden_directory
 from memascend.errors import StoreError, system_line
 from memascend.hardware.processors import processors
 
@@ -24,6 +24,8 @@ Location = str | os.PathLike[str]
 
 #: Filesystems that hold their files in memory.
 IN_MEMORY = ("tmpfs", "ramfs")
+#: In the names of directories that are measured in.
+SCRATCH = "memascend-bench"
 #: Bytes that a step reads, of a hundred that it moves.
 STEP_READ_PERCENT = 55
 #: Bytes and requests in flight of the large workloads, and requests of the small one.
@@ -211,20 +213,19 @@ def check_place(location: Location) -> None:
 
 @contextlib.contextmanager
 def scratch(location: Location) -> Iterator[Location]:
-    """Give a device as it is, or a temporary directory in a directory."""
+    """Give a device as it is, or a temporary directory in a directory, where none of a killed process stays."""
     check_place(location)
     if is_device(location):
         yield location
         return
-    try:
-        folder = tempfile.mkdtemp(prefix=".memascend-bench-", dir=location)
-    except OSError as error:
-        message = f"cannot write in {system_line(error, location)}"
-        raise StoreError(error.errno, message, location) from error
-    try:
+    clear_away(Path(location))
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(hidden_directory(Path(location), SCRATCH))
+        except OSError as error:
+            message = f"cannot write in {system_line(error, location)}"
+            raise StoreError(error.errno, message, location) from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

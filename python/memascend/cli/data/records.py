@@ -147,6 +147,11 @@ def _instruction(fields: dict[str, Any], text_field: str) -> Instruction:
             "--text-field chosen trains on that field alone",
             is_object=True,
         )
+    if isinstance(fields.get(text_field), (dict, list)):
+        kind = "an object" if isinstance(fields[text_field], dict) else "a list"
+        raise NotARecord(
+            f"has {kind} in field {text_field!r}, and no text: name another with --text-field", is_object=True
+        )
     names = ", ".join(map(repr, list(fields)[:NAMES_SHOWN])) + ", ..." * (len(fields) > NAMES_SHOWN)
     raise NotARecord(
         f"has no text in field {text_field!r}: name it with --text-field; nor messages, conversations, prompt and "

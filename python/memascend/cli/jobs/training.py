@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: The learning rate of adapters, which start at zero.
 ADAPTER_RATE = 2e-4
+#: The most by which a weight of --weights is above the least: each document of a source is indexed so many times.
+WEIGHTS_APART_MAX = 1000
 
 
 def finetune(chosen: argparse.Namespace) -> int:
@@ -140,6 +142,11 @@ def _conflict(settings: Settings) -> str | None:
         return "--boundaries works only with packed documents: leave it out with --no-packing"
     if settings.weights and len(settings.weights) != len(settings.data):
         return f"--weights has {len(settings.weights)} numbers for {len(settings.data)} of --data: give one for each"
+    if settings.weights and max(settings.weights) > WEIGHTS_APART_MAX * min(settings.weights):
+        return (
+            f"--weights: {max(settings.weights):g} is more than {WEIGHTS_APART_MAX:,} times {min(settings.weights):g}, "
+            "and documents are taken so many times: give weights nearer to each other, or leave the least source out"
+        )
     if settings.weights and isinstance(settings.evaluation, float):
         return "--weights has documents twice, of which a fraction would hold out one: give --eval files"
     if problem := _conflict_of_adapters(settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,8 @@ def export(chosen: argparse.Namespace) -> int:
     with Interrupts():  # SIGTERM too leaves nothing behind
         print(f"wrote {chosen.out}: {exports.export(chosen.store, chosen.out, how)}")
     if chosen.format == "gguf":
-        file, modelfile, name = (
-            shlex.quote(str(word))
-            for word in (chosen.out / FILE_NAME, chosen.out / MODELFILE_NAME, chosen.out.resolve().name)
-        )
+        file, modelfile = (shlex.quote(str(chosen.out / name)) for name in (FILE_NAME, MODELFILE_NAME))
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen.out.resolve().name).strip("-._") or "model"  # as Ollama has it
         print(f"run it with `llama-cli -m {file}`, or give it to Ollama:")
         print(f"  ollama create {name} -f {modelfile}")
     if chosen.format == "nf4":

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from memascend.cli.recipes.tasks import Task
 
+#: Columns with answers to a prompt.
+ANSWERS = ("completion", "chosen", "rejected")
 _READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 
@@ -53,12 +55,26 @@ def _check_types(where: str, rows: Any, task: Task) -> None:
             raise DataError(f"{where} has no {name} in {lacking} of {len(rows)} rows: fill them in, or leave them out")
         if name == "label":
             if task.name == "kto" and kind != "bool":
-                raise DataError(f"{where} has a label of {kind}: --task {task.name} takes true or false")
+                told = f"labels of {kind}" if kind is not None else "labels of several kinds"
+                raise DataError(f"{where} has {told}: --task {task.name} takes true or false")
         elif kind not in ("string", "large_string") and not _is_conversation(feature):
             raise DataError(
                 f"{where} has a {name} that is no text in every row: --task {task.name} takes texts"
                 f"{'' if task.name in ('classify', 'embed') else ', or messages with role and content'}"
             )
+    _check_answers(where, rows)
+
+
+def _check_answers(where: str, rows: Any) -> None:
+    """Raise DataError where prompts are messages and answers are texts, or the other way round."""
+    kinds = {
+        name: "messages" if _is_conversation(rows.features[name]) else "text"
+        for name in ("prompt", *ANSWERS)
+        if name in rows.features
+    }
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        raise DataError(f"{where} mixes texts and messages ({told}): write all of them as texts, or all as messages")
 
 
 def _is_conversation(feature: Any) -> bool:
@@ -80,7 +96,12 @@ def _read(flag: str, path: Path) -> Any:
             if reader is None:
                 raise DataError(f"{flag} {path} is not one of {', '.join(_READERS)}, which hold rows with columns")
             options = {"delimiter": "\t"} if path.suffix.lower() == ".tsv" else {}
-            return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+            try:
+                return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+            except ValueError as error:
+                if "corresponds to no data" not in str(error):
+                    raise
+                raise DataError(f"{flag} {path} has no rows: give a file with some") from error
         if (hub := HubData.of(str(path))) is not None:
             return datasets.load_dataset(hub.name, hub.configuration, split=hub.split)
     except DataError:
