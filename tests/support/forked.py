@@ -66,15 +66,17 @@ def context() -> ForkServerContext:
     return found
 
 
-@cache
 def python() -> str:
     """Return a program that takes the place of `python`: see forked_program.py, which also lists the differences.
 
     Beside it is `memascend`. All processes of a test run share one server. With MEMASCEND_FRESH in the environment it
     is Python itself.
     """
-    if os.environ.get("MEMASCEND_FRESH"):
-        return sys.executable
+    return sys.executable if os.environ.get("MEMASCEND_FRESH") else _served()
+
+
+@cache
+def _served() -> str:
     name = f"memascend-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or _run}"
     room = Path(tempfile.gettempdir()) / name
     room.mkdir(mode=0o700, exist_ok=True)
