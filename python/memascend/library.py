@@ -94,8 +94,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     - `threads`: `torch`, the number that PyTorch computes with; `update`, the number that updates weights; `waits`, how
       PyTorch's wait for each other now ("spin", "yield", or the setting that decides it); `processors`: `logical`,
       `physical` (cores) and `quota` (processors' worth of time that its cgroups allow, or None).
-    - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `host_bytes_in_huge_pages`: of the arena, when it
-      was reserved; None where the system does not tell. `notices`: what the user should know about them.
+    - `engine`, `direct_io`, `host_allocator`: the mechanisms in use. `host_bytes_in_huge_pages`: of the arena, when
+      first asked; None where the system does not tell. `notices`: what the user should know about them.
     - `volumes`: for each volume `path`, `engine`, `features` (of the system, in use or refused), `direct_io`, `share`
       of the store; `queue_depth_mean`, `queue_depth_max`, `busy_seconds` with a request in flight; and for reads and
       writes (`..._read`, `..._written`) `bytes`, `requests`, `failures`, `latency_p50`, `latency_p99`, `latency_max`

@@ -1,6 +1,6 @@
 //! The content of a runtime, and how it is put together.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use memascend_exec::{DeviceLink, Executor, Gradients, ResidentStates, Staging};
 use memascend_kernels::Scratch;
@@ -26,8 +26,8 @@ pub(crate) struct RuntimeInner {
     pub chunk_bytes: usize,
     pub states_bytes: usize,
     pub outside: Arc<OutsideMemory>,
-    /// Bytes of the arena in huge pages when it was reserved; None where the system does not tell.
-    pub huge_page_bytes: Option<usize>,
+    /// Bytes of the arena in huge pages when that was first asked; see `huge_page_bytes`.
+    in_huge_pages: OnceLock<Option<usize>>,
 }
 
 impl RuntimeInner {
@@ -57,7 +57,6 @@ impl RuntimeInner {
         let mut notices = store.notices().to_vec();
         let pools = carve(&allocators, &groups, &mut notices).map_err(|error| memory_error(&error))?;
         let pools = <[Pool; 5]>::try_from(pools).expect("five groups, five pools");
-        let huge_page_bytes = pools[0].huge_page_bytes();
         // The pools are parts of one arena.
         store.register(&pools[0]);
         let [units, packs, chunks, slots, states] = pools.clone();
@@ -83,9 +82,15 @@ impl RuntimeInner {
             chunk_bytes,
             states_bytes,
             outside,
-            huge_page_bytes,
+            in_huge_pages: OnceLock::new(),
         };
         Ok((inner, notices))
+    }
+
+    /// Bytes of the arena in huge pages; None where the system does not tell. Looked at once, and not before
+    /// somebody asks: the system walks through all pages of the process.
+    pub fn huge_page_bytes(&self) -> Option<usize> {
+        *self.in_huge_pages.get_or_init(|| self.units.huge_page_bytes())
     }
 
     /// Sets the numbers of buffers, for each size of unit buffers that is named. Shrinking goes before

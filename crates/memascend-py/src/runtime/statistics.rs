@@ -33,7 +33,7 @@ pub(crate) fn statistics<'py>(py: Python<'py>, inner: &RuntimeInner) -> PyResult
     stats.set_item("pool_waits", pools.iter().map(|pool| pool.waits).sum::<u64>())?;
     stats.set_item("pool_refusals", pools.iter().map(|pool| pool.refusals).sum::<u64>())?;
     stats.set_item("host_allocator", inner.units.allocator())?;
-    stats.set_item("host_bytes_in_huge_pages", inner.huge_page_bytes)?;
+    stats.set_item("host_bytes_in_huge_pages", inner.huge_page_bytes())?;
     stats.set_item("engine", volumes[0].engine)?;
     stats.set_item("direct_io", volumes.iter().all(|volume| volume.direct))?;
     let volumes = volumes.iter().map(|volume| {
