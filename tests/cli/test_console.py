@@ -30,6 +30,21 @@ def test_deepspeed_says_nothing_of_a_device_that_is_not_there() -> None:
     assert "accelerator" not in done.stdout + done.stderr
 
 
+WARNED = """
+import warnings
+from memascend.cli.console import quiet_libraries
+quiet_libraries()
+warnings.warn_explicit("a name will go", FutureWarning, "peft/tuners/lora.py", 1, module="peft.tuners.lora")
+import trl.experimental
+"""
+
+
+def test_warnings_of_trainers_are_for_those_who_write_programs() -> None:
+    done = subprocess.run([forked.python(), "-P", "-c", WARNED], capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    assert "warn" not in (done.stdout + done.stderr).lower()
+
+
 def test_a_panic_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def panic(_: object) -> int:
         raise DefectError("index out of bounds (crates/a.rs:1:2)")

@@ -55,14 +55,17 @@ def _narrowed(text: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Have transformers print neither warnings nor progress bars: the screen is for this command's own lines."""
+    """Have libraries print no warnings, and transformers no bars: the screen is for this command's own lines."""
     import torch
     from transformers.utils import logging
 
     if not torch.cuda.is_available():
         # DeepSpeed, which libraries import where it is installed, warns that it has looked for a device in vain.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # PEFT asks a model of transformers by a name that it had before.
+    # What libraries will change in each other is nothing that a user of the command can act on.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(accelerate|peft|transformers|trl)\.")
+    # TRL says of some trainers that they may change.
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
