@@ -264,6 +264,7 @@ def test_held_out_loss_beside_trl_alone(tmp_path: Path, capsys: pytest.CaptureFi
     found = held_out.compare(Path(source), room, held_out.parser().parse_args(words))
     assert found["trl"] < 0.8 * found["before"]
     assert found["apart"] <= held_out.APART_MAX / 10, found
-    ours, theirs = found["losses_of_steps"].values()
+    ours, theirs, with_our_arithmetic = found["losses_of_steps"].values()
     assert len(ours) == len(theirs) == 12
     assert ours == pytest.approx(theirs, rel=1e-3)
+    assert ours == with_our_arithmetic and not found["tensors_of_other_bits"]
