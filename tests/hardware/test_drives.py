@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -537,12 +538,19 @@ def test_a_store_on_a_drive_is_not_warned_of(tmp_path: Path) -> None:
         assert drives.notices_of([drive.path, drive.path / "to be made", "UUID=0123ABCD"]) == []
 
 
-def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:
-    with faults_module.Child(tmp_path, _measure_for_long, tmp_path) as child:
+@contextmanager
+def measuring(place: Path) -> Iterator[faults_module.Child]:
+    """Give a process that is measuring a directory."""
+    with faults_module.Child(place, _measure_for_long, place) as child:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(".memascend-bench.*/memascend.volume")):
+        while not list(place.glob(".memascend-bench.*/memascend.volume")):
             assert time.monotonic() < deadline, child.told()
             time.sleep(0.01)
+        yield child
+
+
+def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:
+    with measuring(tmp_path) as child:
         os.kill(child.pid, signal.SIGTERM)
         ended = child.wait()
     assert ended.code == 128 + signal.SIGTERM, ended.err
@@ -550,11 +558,7 @@ def test_sigterm_leaves_nothing_of_a_measurement(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_measurement_has_left_goes_with_the_next(tmp_path: Path) -> None:
-    with faults_module.Child(tmp_path, _measure_for_long, tmp_path) as child:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(".memascend-bench.*/memascend.volume")):
-            assert time.monotonic() < deadline, child.told()
-            time.sleep(0.01)
+    with measuring(tmp_path) as child:
         # That of a living process stays.
         with drives.scratch(tmp_path) as own:
             assert len(list(tmp_path.glob(".memascend-bench.*"))) == 2 and Path(own).is_dir()

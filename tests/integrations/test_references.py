@@ -123,19 +123,14 @@ def adapters() -> Any:
     return peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
 
 
-SOAK = pytest.mark.soak
-
-
-@pytest.mark.parametrize("recipe", ["DPO", "KTO", pytest.param("GRPO", marks=SOAK)])
-@pytest.mark.parametrize("base", ["qwen3_moe", *(pytest.param(base, marks=SOAK) for base in list(BASES)[1:])])
-def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path: Path) -> None:
-    source = directory_of(base, tmp_path / "base")
+def assert_adapters_are_those_of_memory(base: str, recipe: str, room: Path, how: dict[str, Any]) -> None:
+    """Train adapters over a base that is opened with the options `how`, and compare with TRL's trainer in memory."""
+    source = directory_of(base, room / "base")
     trainer_class, config, theirs, their_config = classes(recipe)
-    expected = trained(
-        theirs, their_config, recipe, in_memory(base, source), tmp_path / "in memory", {}, peft_config=adapters()
-    )
-    options = {"host_memory": "128MiB", "frozen": "store"} | BASES[base]
-    trainer = trained(trainer_class, config, recipe, str(source), tmp_path / "out", options, peft_config=adapters())
+    given = {"peft_config": adapters()}
+    expected = trained(theirs, their_config, recipe, in_memory(base, source), room / "in memory", {}, **given)
+    options = {"host_memory": "128MiB"} | how
+    trainer = trained(trainer_class, config, recipe, str(source), room / "out", options, **given)
     assert untimed(trainer) == untimed(expected)
     ours, wanted = (
         {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
@@ -143,6 +138,15 @@ def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path:
     )
     assert wanted and not differing(ours, wanted)
     memascend.close(trainer.model)
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize("recipe", ["DPO", "KTO", pytest.param("GRPO", marks=SOAK)])
+@pytest.mark.parametrize("base", ["qwen3_moe", *(pytest.param(base, marks=SOAK) for base in list(BASES)[1:])])
+def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path: Path) -> None:
+    assert_adapters_are_those_of_memory(base, recipe, tmp_path, {"frozen": "store"} | BASES[base])
 
 
 @SOAK
@@ -152,19 +156,7 @@ def test_the_base_of_adapters_is_the_reference(base: str, recipe: str, tmp_path:
 @pytest.mark.parametrize("base", ["qwen3_moe", "gpt_oss"])
 def test_a_mixture_generates_and_compares_however_it_is_read(base: str, how: dict[str, Any], tmp_path: Path) -> None:
     """GRPO generates with the adapters, and compares with the model without them, by experts read one by one."""
-    source = directory_of(base, tmp_path / "base")
-    trainer_class, config, theirs, their_config = classes("GRPO")
-    given = {"peft_config": adapters()}
-    expected = trained(theirs, their_config, "GRPO", in_memory(base, source), tmp_path / "in memory", {}, **given)
-    options = {"host_memory": "128MiB"} | how
-    trainer = trained(trainer_class, config, "GRPO", str(source), tmp_path / "out", options, **given)
-    assert untimed(trainer) == untimed(expected)
-    ours, wanted = (
-        {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
-        for model in (trainer.model, expected.model)
-    )
-    assert wanted and not differing(ours, wanted)
-    memascend.close(trainer.model)
+    assert_adapters_are_those_of_memory(base, "GRPO", tmp_path, how)
 
 
 @SOAK

@@ -88,7 +88,7 @@ impl RuntimeInner {
     }
 
     /// Bytes of the arena in huge pages; None where the system does not tell. Looked at once, and not before
-    /// somebody asks: the system walks through all pages of the process.
+    /// the statistics are asked for: the system walks through all pages of the process.
     pub fn huge_page_bytes(&self) -> Option<usize> {
         *self.in_huge_pages.get_or_init(|| self.units.huge_page_bytes())
     }
