@@ -4,6 +4,7 @@
     python benches/plan_accuracy.py                                   # five architectures
     python benches/plan_accuracy.py --models llama --json benches/results/plan_accuracy.json
     python benches/plan_accuracy.py --cgroup        # root: under memory limits that the kernel enforces (cgroup v1)
+    python benches/plan_accuracy.py --models llama,qwen3-moe --base 4       # adapters over a base quantised to 4 bits
 
 Each model runs in a process of its own: load, then phases of a few optimizer steps each (plain; sequence lengths that
 vary; accumulation; evaluation between steps; an exception in mid-backward, and on). All that time a thread reads, every
@@ -15,6 +16,9 @@ framework are not taken for memascend's. A reading counts when malloc's bytes we
 
 PyTorch's share stands beside it: the estimate of `memascend plan`, and the peak of resident memory (VmHWM) above the
 baseline and the plan. It is worth looking at with many tokens: --seq-len 512.
+
+With --base, adapters of rank 8 (PEFT) are trained over the frozen model: "16" as it is, "8" and "4" quantised as it is
+opened (frozen_bits), "nf4" read in place from a directory that `memascend export --format nf4` has quantised.
 """
 
 from __future__ import annotations
@@ -71,6 +75,9 @@ MODELS |= {
     )
     for depth in (8, 64, 200)
 }
+#: How the base of adapters is opened, by --base, and the rank of adapters.
+BASES = {"16": {}, "8": {"frozen_bits": 8}, "4": {"frozen_bits": 4}, "nf4": {"frozen": "files"}}
+RANK = 8
 TOY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -180,8 +187,15 @@ def child(name: str, model_dir: str, scratch: str, options: dict) -> dict:
     watch = Watch()
     baseline, rss_baseline = watch.steady(), rss()["rss"]
     watch.start()
-    model = memascend.from_pretrained(model_dir, store=f"{scratch}/store", host_memory=options["host_memory"])
-    optimizer = memascend.AdamW(model.parameters(), lr=1e-4)
+    store, base = f"{scratch}/store", options["base"]
+    opened = BASES[base] if base else {}
+    model = memascend.from_pretrained(model_dir, store=store, host_memory=options["host_memory"], **opened)
+    offloaded = model
+    if base:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")).train()
+    optimizer = memascend.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     seq_len, vocabulary = options["seq_len"], model.config.vocab_size
     phases = {}
 
@@ -213,7 +227,8 @@ def child(name: str, model_dir: str, scratch: str, options: dict) -> dict:
         pass
 
     def fail_in_mid_backward() -> None:
-        parameter = list(model.parameters())[len(list(model.parameters())) // 2]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        parameter = trained[len(trained) // 2]
 
         def raise_here(_):
             raise Broken
@@ -235,10 +250,10 @@ def child(name: str, model_dir: str, scratch: str, options: dict) -> dict:
     phase("evaluation between", [seq_len], [seq_len], between=evaluate)
     fail_in_mid_backward()
     phase("after an exception", [seq_len], [seq_len])
-    stats = memascend.stats(model)
+    stats = memascend.stats(offloaded)
     optimizer.flush()
     watch.stop()
-    memascend.close(model)
+    memascend.close(offloaded)
     return {
         "model": name,
         "parameters": stats["parameters"],
@@ -262,6 +277,15 @@ def write_model(name: str, out: Path) -> None:
     AutoModelForCausalLM.from_config(build_config(name), dtype=torch.bfloat16).save_pretrained(out)
 
 
+def quantised(model_dir: Path) -> Path:
+    """Return the directory of a model in NF4, which is made once."""
+    out = model_dir.with_name(f"{model_dir.name}-nf4")
+    if not out.exists():
+        command = [sys.executable, "-m", "memascend", "export", str(model_dir), "--format", "nf4", "--out", str(out)]
+        subprocess.run(command, check=True)
+    return out
+
+
 def in_process(function: str, *words: str, cgroup: Path | None = None) -> subprocess.CompletedProcess:
     def enter() -> None:
         if cgroup is not None:
@@ -273,22 +297,25 @@ def in_process(function: str, *words: str, cgroup: Path | None = None) -> subpro
 
 def measure(name: str, model_dir: Path, options: dict) -> dict:
     if options["host_memory"] in ("smallest", "overlap"):
-        planned = plan_of(model_dir, 64)["host_memory"]
+        planned = plan_of(model_dir, 64, options["base"])["host_memory"]
         options = options | {"host_memory": planned[f"{options['host_memory']}_bytes"]}
     with tempfile.TemporaryDirectory(dir=model_dir.parent) as scratch:
         done = in_process("run", name, str(model_dir), scratch, json.dumps(options))
     if done.returncode != 0:
         raise SystemExit(f"{name} failed ({done.returncode}):\n{done.stderr}")
     result = json.loads(done.stdout.splitlines()[-1])
-    share = plan_of(model_dir, options["seq_len"])["pytorch"]
+    share = plan_of(model_dir, options["seq_len"], options["base"])["pytorch"]
     result["pytorch_estimated_bytes"] = None if share is None else share["estimated_bytes"]
     result["pytorch_measured_bytes"] = result["peak_rss_above_baseline_bytes"] - result["planned_bytes"]
     return result
 
 
-def plan_of(model_dir: Path, seq_len: int) -> dict:
+def plan_of(model_dir: Path, seq_len: int, base: str | None) -> dict:
     command = [sys.executable, "-m", "memascend", "plan", str(model_dir), "--seq-len", str(seq_len), "--json"]
     command += ["--dtype", "bfloat16"]
+    if base:
+        command += ["--lora-rank", str(RANK), "--lora-targets", "all-linear"]
+        command += ["--base-bits", base] if base in ("4", "8") else []
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -334,6 +361,7 @@ def main() -> None:
     help_text = "budget: a size, or smallest, or overlap (the least that reads ahead) (default: %(default)s)"
     parser.add_argument("--host-memory", default="1GiB", help=help_text)
     parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--base", choices=BASES, help="train adapters over the frozen model, which is opened so")
     parser.add_argument("--workdir", type=Path, help="where models and stores go, and models stay")
     parser.add_argument("--cgroup", action="store_true", help="run under memory limits instead (root)")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -345,7 +373,7 @@ def main() -> None:
 
     workdir = arguments.workdir or Path(tempfile.mkdtemp(prefix="memascend-plan-"))
     workdir.mkdir(parents=True, exist_ok=True)
-    options = {"host_memory": arguments.host_memory, "seq_len": arguments.seq_len}
+    options = {"host_memory": arguments.host_memory, "seq_len": arguments.seq_len, "base": arguments.base}
     names = ["llama"] if arguments.cgroup else arguments.models.split(",")
     results, rows, off = [], [], []
     try:
@@ -353,6 +381,8 @@ def main() -> None:
             model_dir = workdir / f"plan-{name}"
             if not model_dir.exists():
                 subprocess.run([sys.executable, __file__, "--child", "write", name, str(model_dir)], check=True)
+            if arguments.base == "nf4":
+                model_dir = quantised(model_dir)
             if arguments.cgroup:
                 results = under_limits(model_dir, options)
                 break

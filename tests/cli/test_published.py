@@ -72,12 +72,35 @@ def losses(file: Path) -> dict[int, float]:
 def test_a_killed_run_over_chats_ends_as_one_in_memory(
     form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], by_tables: None
 ) -> None:
+    check_killed(*directories(tmp_path, form), capfd)
+
+
+#: Not those whose scales have all powers of two: products of them are infinite.
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("form", [form for form in models.FORMS if form != "mxfp4-all-powers"])
+def test_a_killed_run_over_any_form_ends_as_one_over_its_librarys_weights(
+    form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    _, wanted = models.made(form, packed)
+    model = models.without_weights(packed)
+    for name, value in wanted.items():
+        model.get_parameter(name).data.copy_(value.detach())
+    model.save_pretrained(plain)
+    for directory in (packed, plain):
+        write_tokenizer(directory, PLAIN)
+    check_killed(packed, plain, capfd)
+
+
+def check_killed(packed: Path, plain: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Compare a run over a directory, killed and resumed, with one in memory over the dequantised weights."""
     peft = requirements.package("peft")
-    packed, plain = directories(tmp_path, form)
-    lines(tmp_path, *({"messages": [{**turn, "content": f"{n}{turn['content']}"} for turn in TALK]} for n in range(40)))
+    room = packed.parent
+    lines(room, *({"messages": [{**turn, "content": f"{n}{turn['content']}"} for turn in TALK]} for n in range(40)))
     ours = words(packed, "ours", "--dequantize", save_every=2)
-    with faults.Child(tmp_path, command, ours, with_tables) as child:
-        while not (tmp_path / "store-ours" / adapters.FOLDER / "checkpoint-4" / "progress.json").exists():
+    with faults.Child(room, command, ours, with_tables) as child:
+        while not (room / "store-ours" / adapters.FOLDER / "checkpoint-4" / "progress.json").exists():
             assert child.alive(), child.wait().err
             time.sleep(0.002)
         os.kill(child.pid, signal.SIGKILL)
@@ -86,13 +109,13 @@ def test_a_killed_run_over_chats_ends_as_one_in_memory(
     told = capfd.readouterr().err
     assert "going on after step" in told
     assert main.main(in_memory(words(plain, "theirs"))) == 0, capfd.readouterr().err
-    assert losses(tmp_path / "ours.jsonl") == losses(tmp_path / "theirs.jsonl")
-    assert losses(tmp_path / "ours.jsonl").keys() == set(range(1, STEPS + 1))
-    mine, other = (load_file(tmp_path / out / "adapter_model.safetensors") for out in ("ours", "theirs"))
+    assert losses(room / "ours.jsonl") == losses(room / "theirs.jsonl")
+    assert losses(room / "ours.jsonl").keys() == set(range(1, STEPS + 1))
+    mine, other = (load_file(room / out / "adapter_model.safetensors") for out in ("ours", "theirs"))
     assert mine.keys() == other.keys() and all(mine[name].equal(other[name]) for name in mine)
     # PEFT takes the directory.
     base = models.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(base, room / "ours")
     assert all(value.equal(mine[name]) for name, value in peft.get_peft_model_state_dict(loaded).items())
 
 

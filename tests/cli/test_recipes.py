@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import faults
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from trainer_runs import weights
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainingArguments, set_seed
 
-from memascend.cli import main
+from memascend.cli import main, space
 from memascend.integrations.transformers import Trainer, TrainerMixin
 from memascend.recovery.resume import read_record
 
@@ -251,6 +252,34 @@ def test_what_does_not_go_together_is_refused(
     assert main.main(words(room, task, *others)) == main.BAD_INPUT
     assert told in capfd.readouterr().err
     assert not (room / "out").exists() and not (room / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "copies", "others", "told"),
+    [
+        ("dpo", 0.9, [], "the store takes at least"),
+        ("reward", 0.4, [], "the store takes at least"),
+        ("dpo", 1.2, [], None),
+        ("dpo", 1.2, ["--durability", "step"], "leave out --durability"),
+    ],
+)
+def test_room_for_the_store_is_looked_for_first(
+    room: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    task: str,
+    copies: float,
+    others: list[str],
+    told: str | None,
+) -> None:
+    assert main.main(["plan", str(room / "model"), "--seq-len", "64", "--dtype", "bfloat16", "--json"]) == 0
+    free = int(copies * json.loads(capfd.readouterr().out)["ssd_space"]["second_slot_bytes"])
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free, total=1 << 40))
+    ended = main.main(words(room, task, *others, steps=1))
+    assert ended == (0 if told is None else main.BAD_INPUT)
+    if told is not None:
+        assert told in capfd.readouterr().err
+        assert not (room / "out").exists() and not (room / "store").exists()
 
 
 @pytest.mark.parametrize(

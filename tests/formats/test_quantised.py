@@ -32,72 +32,6 @@ from memascend.session.api import offload_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_INTEGERS: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
-_FLOATS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
-_FOUR: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-#: Formats of compressed-tensors, with its options for weights.
-COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8-rows": ("float-quantized", _FLOATS | {"strategy": "channel"}),
-    "fp8-whole": ("float-quantized", _FLOATS | {"strategy": "tensor"}),
-    "fp8-blocks": ("float-quantized", _FLOATS | {"strategy": "block", "block_structure": [48, 80]}),
-    "int8": ("int-quantized", _INTEGERS | {"symmetric": True}),
-    "int8-zeros": ("naive-quantized", _INTEGERS | {"symmetric": False}),
-    "int2": ("pack-quantized", _FOUR | {"num_bits": 2, "symmetric": True}),
-    "int4": ("pack-quantized", _FOUR | {"symmetric": True}),
-    "int4-zeros": ("pack-quantized", _FOUR | {"symmetric": False}),
-    "packed-int8": ("pack-quantized", _INTEGERS | {"symmetric": False}),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        _FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        _FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
-    ),
-}
-BITSANDBYTES: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "nf4-stored-as-bfloat16": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_quant_storage": torch.bfloat16,
-    },
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
-#: Forms that a library need not be installed for.
-BY_THEMSELVES = ("fp8", "fp8-experts", "mxfp4", "mxfp4-all-powers", "awq", "gptq-4", "gptq-8", "gptq-2")
-
-
-def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Write a small model in a form; returns its directory, and all its weights as the form's library has them."""
-    wanted: dict[str, torch.Tensor] = {}
-    if kind.startswith("fp8"):
-        models.fp8(directory, models.moe() if kind == "fp8-experts" else models.llama())
-        model = models.dequantised_by_transformers(directory, FineGrainedFP8Config(dequantize=True))
-    elif kind.startswith("mxfp4"):
-        powers = (0, 255) if kind == "mxfp4-all-powers" else (118, 123)
-        model = models.dequantised_by_transformers(models.mxfp4(directory, powers), Mxfp4Config(dequantize=True))
-    elif kind.startswith("bitsandbytes:"):
-        requirements.package("bitsandbytes")
-        models.bitsandbytes(directory, **BITSANDBYTES[kind.partition(":")[2]])
-        model = models.dequantised_by_transformers(directory)
-    elif kind.startswith("compressed:"):
-        requirements.package("compressed_tensors")
-        from transformers import CompressedTensorsConfig
-
-        form, weights = COMPRESSED[kind.partition(":")[2]]
-        models.compressed(directory, form, **weights)
-        model = models.dequantised_by_transformers(directory, CompressedTensorsConfig(dequantize=True))
-    else:
-        bits, in_order = 4 if kind == "awq" else int(kind.split("-")[1]), kind.endswith("in-order")
-        packing = "gptq_v2" if bits == 8 else "gptq"
-        models.awq(directory, wanted) if kind == "awq" else models.gptq(directory, wanted, bits, packing, in_order)
-        model = models.llama()
-        for name, value in wanted.items():
-            model.get_parameter(name).data.copy_(value)
-    return directory, dict(model.named_parameters())
-
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[..., nn.Module]]:
@@ -133,15 +67,13 @@ def assert_same_weights(model: nn.Module, wanted: dict[str, torch.Tensor]) -> No
 @pytest.mark.parametrize(
     "kind",
     [
-        *BY_THEMSELVES,
-        *(f"bitsandbytes:{name}" for name in BITSANDBYTES),
-        *(f"compressed:{name}" for name in COMPRESSED),
+        *models.FORMS,
     ],
 )
 def test_weights_are_those_of_the_library(
     kind: str, tmp_path: Path, opened: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, wanted = made(kind, tmp_path / "model")
+    directory, wanted = models.made(kind, tmp_path / "model")
     monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 700)  # some rows, and never a whole matrix
     monkeypatch.delattr(Conversion, "convert")  # which would need a layer's experts in memory twice
     model = opened(directory)
@@ -202,7 +134,7 @@ def test_scales_and_weights_of_a_byte_are_those_of_transformers(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["fp8-experts", "mxfp4", "awq"])
 def test_any_part_of_a_tensor_can_be_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks read their shares, and tables are read by rows."""
-    directory, _ = made(kind, tmp_path / "model")
+    directory, _ = models.made(kind, tmp_path / "model")
     monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 500)
     draw = random.Random(5)
     with closing(WeightFiles(directory)) as files:
@@ -236,7 +168,7 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3
 def test_training_is_that_of_the_dequantised_model_in_memory(
     kind: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
-    directory, _ = made(kind, tmp_path / "model")
+    directory, _ = models.made(kind, tmp_path / "model")
     config = Mxfp4Config(dequantize=True) if kind == "mxfp4" else FineGrainedFP8Config(dequantize=True)
     theirs = models.dequantised_by_transformers(directory, config)
     ours = opened(directory, durability="step", keep_store=True, fused_loss=False)
@@ -257,17 +189,15 @@ def test_training_is_that_of_the_dequantised_model_in_memory(
 @pytest.mark.parametrize(
     "kind",
     [
-        *BY_THEMSELVES,
+        *models.FORMS,
         *(f"gptq-{bits}-in-order" for bits in (2, 4, 8)),
-        *(f"bitsandbytes:{name}" for name in BITSANDBYTES),
-        *(f"compressed:{name}" for name in COMPRESSED),
     ],
 )
 def test_weights_read_in_place_are_those_of_the_library(
     kind: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
     """They stay as they are published: each use reads them so, and dequantises them."""
-    directory, wanted = made(kind, tmp_path / "model")
+    directory, wanted = models.made(kind, tmp_path / "model")
     file = directory / models.WEIGHTS
     before = file.read_bytes()
     model = opened(directory, frozen="files")
@@ -301,7 +231,7 @@ def test_the_plan_has_the_zeros_and_scales_of_columns_in_any_order(
     """They are in memory while a matrix is read, beside the window of each thread."""
     beside = {}
     for kind in ("gptq-4", "gptq-4-in-order"):
-        directory, _ = made(kind, tmp_path / kind)
+        directory, _ = models.made(kind, tmp_path / kind)
         stored = load_file(directory / models.WEIGHTS)
         modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
         largest = max(
@@ -323,7 +253,7 @@ def test_the_plan_has_the_zeros_and_scales_of_columns_in_any_order(
 def test_other_dtypes_are_not_read_in_place(
     kind: str, dtype: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
-    directory, _ = made(kind, tmp_path / "model")
+    directory, _ = models.made(kind, tmp_path / "model")
     for options in ({"frozen": "files"}, {"frozen": "store", "frozen_bits": "published"}):
         with pytest.raises(CheckpointError, match=rf"is quantised \(.*not read from there as {dtype}: use frozen='st"):
             opened(directory, dtype=dtype, **options)
@@ -336,7 +266,7 @@ def test_adapters_train_on_a_quantised_base(
     kind: str, frozen: str, tmp_path: Path, opened: Callable[..., nn.Module]
 ) -> None:
     peft = requirements.package("peft")
-    directory, wanted = made(kind, tmp_path / "model")
+    directory, wanted = models.made(kind, tmp_path / "model")
     theirs = models.gpt_oss() if kind == "mxfp4" else models.llama()
     for name, value in wanted.items():
         theirs.get_parameter(name).data.copy_(value)
@@ -355,7 +285,7 @@ def test_adapters_train_on_a_quantised_base(
 
 def test_layers_stay_as_they_are_published_beside_the_store(tmp_path: Path, opened: Callable[..., nn.Module]) -> None:
     """Layers are read from the files, the tables of tokens from the store."""
-    directory, wanted = made("mxfp4", tmp_path / "model")
+    directory, wanted = models.made("mxfp4", tmp_path / "model")
     model = opened(directory, frozen="store", frozen_bits="published")
     assert_same_weights(model, wanted)
     layers, rest = {}, 0

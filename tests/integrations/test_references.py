@@ -256,8 +256,8 @@ def test_a_killed_run_that_trains_what_was_quantised_ends_as_one_in_memory(
     assert 2 <= done < steps, "it was killed in mid-run"
     published: list[int] = []
 
-    def opened(settings: Any, reference: Any = run._reference) -> Any:
-        model = reference(settings)
+    def opened(*arguments: Any, reference: Any = run._reference) -> Any:
+        model = reference(*arguments)
         published.append(sum(len(unit.published) for unit in offload_of(model).units))
         return model
 

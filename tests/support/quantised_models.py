@@ -7,9 +7,18 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import requirements
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+    Mxfp4Config,
+    Qwen3MoeConfig,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 _SMALL: dict[str, Any] = {
-    "vocab_size": 96,
+    "vocab_size": 288,
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
@@ -261,3 +270,83 @@ def dequantised_by_transformers(directory: Path, config: Any = None) -> nn.Modul
     if config is None:
         model.dequantize(torch.bfloat16)
     return model.train()
+
+
+_INTEGERS: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_FLOATS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+_FOUR: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+#: Formats of compressed-tensors, with its options for weights.
+COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8-rows": ("float-quantized", _FLOATS | {"strategy": "channel"}),
+    "fp8-whole": ("float-quantized", _FLOATS | {"strategy": "tensor"}),
+    "fp8-blocks": ("float-quantized", _FLOATS | {"strategy": "block", "block_structure": [48, 80]}),
+    "int8": ("int-quantized", _INTEGERS | {"symmetric": True}),
+    "int8-zeros": ("naive-quantized", _INTEGERS | {"symmetric": False}),
+    "int2": ("pack-quantized", _FOUR | {"num_bits": 2, "symmetric": True}),
+    "int4": ("pack-quantized", _FOUR | {"symmetric": True}),
+    "int4-zeros": ("pack-quantized", _FOUR | {"symmetric": False}),
+    "packed-int8": ("pack-quantized", _INTEGERS | {"symmetric": False}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        _FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        _FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
+}
+BITSANDBYTES: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4-stored-as-bfloat16": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+#: Forms that a library need not be installed for.
+BY_THEMSELVES = ("fp8", "fp8-experts", "mxfp4", "mxfp4-all-powers", "awq", "gptq-4", "gptq-8", "gptq-2")
+#: Every form that `made` writes.
+FORMS = (
+    *BY_THEMSELVES,
+    *(f"bitsandbytes:{name}" for name in BITSANDBYTES),
+    *(f"compressed:{name}" for name in COMPRESSED),
+)
+
+
+def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write a small model in a form; returns its directory, and all its weights as the form's library has them."""
+    wanted: dict[str, torch.Tensor] = {}
+    if kind.startswith("fp8"):
+        fp8(directory, moe() if kind == "fp8-experts" else llama())
+        model = dequantised_by_transformers(directory, FineGrainedFP8Config(dequantize=True))
+    elif kind.startswith("mxfp4"):
+        powers = (0, 255) if kind == "mxfp4-all-powers" else (118, 123)
+        model = dequantised_by_transformers(mxfp4(directory, powers), Mxfp4Config(dequantize=True))
+    elif kind.startswith("bitsandbytes:"):
+        requirements.package("bitsandbytes")
+        bitsandbytes(directory, **BITSANDBYTES[kind.partition(":")[2]])
+        model = dequantised_by_transformers(directory)
+    elif kind.startswith("compressed:"):
+        requirements.package("compressed_tensors")
+        from transformers import CompressedTensorsConfig
+
+        form, weights = COMPRESSED[kind.partition(":")[2]]
+        compressed(directory, form, **weights)
+        model = dequantised_by_transformers(directory, CompressedTensorsConfig(dequantize=True))
+    else:
+        bits, in_order = 4 if kind == "awq" else int(kind.split("-")[1]), kind.endswith("in-order")
+        packing = "gptq_v2" if bits == 8 else "gptq"
+        awq(directory, wanted) if kind == "awq" else gptq(directory, wanted, bits, packing, in_order)
+        model = llama()
+        for name, value in wanted.items():
+            model.get_parameter(name).data.copy_(value)
+    return directory, dict(model.named_parameters())
+
+
+def without_weights(directory: Path) -> nn.Module:
+    """Build the model that a directory's configuration describes, in 16 bits and with other weights."""
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -37,7 +37,7 @@ from memascend.cli.models import load_in_memory, round_gradients
 from memascend.cli.reporters import prepare_reporters
 from memascend.cli.run_log import RunLog
 from memascend.cli.settings import Result, Settings
-from memascend.cli.space import check_space
+from memascend.cli.space import check_space, kept_generations, workload_of
 from memascend.cli.training import Training
 from memascend.cli.writes import for_steps, forecast_traffic, text_of
 from memascend.common.interrupts import Interrupts
@@ -48,7 +48,6 @@ from memascend.errors import CheckpointError, DataError, MemascendError, OutputE
 from memascend.forecast.activations import KeptLayers, lent
 from memascend.forecast.total_memory import MemoryTotal, in_memory_bytes, longest_sequence, pytorch_memory
 from memascend.forecast.traffic import divided, projection_bytes
-from memascend.forecast.workload import Workload
 from memascend.formats.config import limits, load_config
 from memascend.formats.side_files import copy_side_files
 from memascend.formats.weights import empty_model_of
@@ -64,7 +63,7 @@ from memascend.layout.units import partition
 from memascend.memory_plan.auto_budget import least_of
 from memascend.memory_plan.estimates import waiting_inputs
 from memascend.memory_plan.host import make_plan
-from memascend.options import REPLACE, parse_durability
+from memascend.options import REPLACE
 from memascend.ranks.group import Ranks
 from memascend.ranks.locations import paths_of
 from memascend.ranks.rank_errors import broadcast_from_rank0, raise_on_all_ranks
@@ -72,6 +71,9 @@ from memascend.recovery.resume import read_record
 from memascend.report.figures import peak_rss_bytes, reset_peak_rss, stats_of
 from memascend.session.api import offload_of
 from memascend.session.runtime import when_free
+
+if TYPE_CHECKING:
+    from memascend.forecast.workload import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 #: Within this time a launcher forwards a signal that a terminal has sent to its processes too.
@@ -276,22 +278,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
     units = divided(model, False, *asked)
     if settings.base_bits:
         quantise_units(model, units, settings.base_bits)
-    chosen = (settings.optimizer, settings.states, settings.master)
-    recompute = settings.recompute and not settings.in_memory
-    work = Workload(
-        settings.seq_len,
-        settings.batch_size,
-        settings.grad_accum,
-        *chosen,
-        recompute=recompute,
-        ranks=settings.processes,
-        micro_batch_size=settings.micro_batch_size,
-        tile_tokens=settings.tile_tokens,
-        boundaries=settings.has_boundaries,
-    )
-    period = parse_durability(settings.durability)
-    work.period = 1 if period is None else period  # By itself a run chooses durable steps, where there is the room.
-    work.activations = settings.activations or ("host" if settings.device is None else "recompute")
+    work = workload_of(settings)
     expected: dict[str, Any] = {}
     kept_bytes = 0
     name = "model" if settings.in_memory else "planned"
@@ -313,7 +300,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         kept_bytes = KeptLayers.of(plan, units, config, work).total_bytes
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])
-            check_space(here, units, config, work)
+            check_space(here, units, config, work, kept_generations(settings))
             expected = forecast_traffic(model, units, plan, config, work, here)
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from memascend.common.sizes import format_size
 from memascend.errors import DataError
 from memascend.forecast.traffic import ssd_space
+from memascend.forecast.workload import Workload
 from memascend.hardware.drives import is_device
+from memascend.options import parse_durability
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
     from memascend.cli.settings import Settings
-    from memascend.forecast.workload import Workload
     from memascend.layout.units import Unit
 
 
@@ -28,19 +29,44 @@ def kept_generations(settings: Settings) -> int:
     return best + (settings.keep_last or 1 if settings.save_every else 0)
 
 
-def check_space(settings: Settings, units: Sequence[Unit], config: Any, work: Workload) -> None:
+def workload_of(settings: Settings) -> Workload:
+    """Return what a step of a run processes and stores."""
+    period = parse_durability(settings.durability)
+    return Workload(
+        settings.seq_len,
+        settings.batch_size,
+        settings.grad_accum,
+        settings.optimizer,
+        settings.states,
+        settings.master,
+        recompute=settings.recompute and not settings.in_memory,
+        ranks=settings.processes,
+        micro_batch_size=settings.micro_batch_size,
+        tile_tokens=settings.tile_tokens,
+        boundaries=settings.has_boundaries,
+        period=1 if period is None else period,  # By itself a run chooses durable steps, where there is the room.
+        activations=settings.activations or ("host" if settings.device is None else "recompute"),
+    )
+
+
+def check_space(
+    settings: Settings, units: Sequence[Unit], config: Any, work: Workload, kept: int, reference: int = 0
+) -> None:
     """Raise DataError where the drives have no room for weights and states, or for generations beside the last steps'.
 
     Without the latter the run may do: what it says of it would come at the first evaluation, hours later. Only
-    directories of a new store are looked at.
+    directories of a new store are looked at. `kept` are the generations beside the last steps' (`kept_generations`),
+    `reference` the bytes of a copy of the model before the training.
     """
-    kept = kept_generations(settings)
     folders = _folders(settings.store)
     free = _free_in(folders)
     if settings.resume or settings.replace_store or free is None:
         return
+    free = max(0, free - reference)
     alone = ssd_space(units, config, work)
     where = f"{', '.join(map(str, folders))} has {format_size(free)} free"
+    if reference:
+        where += f" beside a copy of {format_size(reference)} of the model before the training"
     needed = ssd_space(units, config, replace(work, kept=kept)).total()
     # Without room for durable steps a run without --durability does without them, and keeps nothing in the store.
     keeps = kept and work.period and (settings.durability != "auto" or free >= alone.total())

@@ -21,6 +21,7 @@ from memascend.forecast.replay import Replay
 from memascend.layout.division import divide
 from memascend.layout.experts import fused_experts
 from memascend.layout.shards import channels_of
+from memascend.layout.tables import find_tables_in_layers
 from memascend.layout.units import round_up
 from memascend.memory_plan.experts import partition_by_plan
 from memascend.memory_plan.host import updates_in_backward
@@ -119,13 +120,13 @@ def uses(model: nn.Module, units: Sequence[Unit]) -> tuple[list[int], list[int]]
 
 
 def _in_turn(units: Sequence[Unit], used: Iterable[int]) -> list[int]:
-    """Return the units as a pass uses them one after another: a layer stays in use around its experts."""
+    """Return the units as a pass uses them one after another: a layer stays in use around its experts and tables."""
     turns: list[int] = []
     around = None
     for number in used:
         if number not in (around, *turns[-1:]):
             turns.append(number)
-        if not units[number].is_experts:
+        if not units[number].is_table:
             around = number
     return turns
 
@@ -414,16 +415,18 @@ def _row_bytes(place: ParameterEntry) -> int:
     return place.nbytes // place.shape[0]
 
 
-def _looks_up(model: nn.Module, place: ParameterEntry) -> bool:
-    """Return whether rows of a table are looked up."""
+def _lookups(model: nn.Module, place: ParameterEntry, work: Workload) -> int:
+    """Return how often a pass looks up rows of a table; a layer that is computed again does so twice."""
     modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    return any(parameter is place.parameter for module in modules for parameter in module._parameters.values())
+    if not any(parameter is place.parameter for module in modules for parameter in module._parameters.values()):
+        return 0
+    return 2 if work.recompute and place.parameter in find_tables_in_layers(model) else 1
 
 
 def _copied_by_parts(model: nn.Module, unit: Unit, work: Workload, apart: bool) -> int:
     """Return the bytes of a table that go to a device by rows, and by blocks if it has no buffer there (`apart`)."""
     (place,) = unit.places
-    rows = min(work.tokens * _row_bytes(place), place.nbytes) if _looks_up(model, place) else 0
+    rows = min(work.tokens * _row_bytes(place), place.nbytes) * _lookups(model, place, work)
     # A table that is there already after the first pass needs no rows of the host.
     if not apart:
         return rows
@@ -436,7 +439,7 @@ def _read_by_blocks(model: nn.Module, unit: Unit, work: Workload, by_blocks: int
     updates = int(unit.tensors[0].trained)
     row_bytes = _row_bytes(place)
     rows = work.tokens * (round_up(row_bytes, PAGE_BYTES) + (PAGE_BYTES if row_bytes % PAGE_BYTES else 0))
-    looked_up = min(rows, unit.nbytes) if _looks_up(model, place) else 0
+    looked_up = min(rows, unit.nbytes) * _lookups(model, place, work)
     return unit.nbytes * (updates + by_blocks) + work.grad_accum * looked_up
 
 

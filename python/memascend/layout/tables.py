@@ -70,7 +70,7 @@ class RowBlocks:
 
 
 def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
-    """Return the tables of a model: embeddings and heads outside its layers.
+    """Return the tables of a model: embeddings, those within its layers too, and heads outside of them.
 
     Args:
         model: of transformers, whose `get_output_embeddings` returns the head or a module around it, or any other.
@@ -78,13 +78,27 @@ def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
             transformers, also takes as heads all linear layers with at least four times as many outputs as inputs.
             "auto" does neither.
     """
-    embeddings = {
-        weight
-        for module, weight in _weights(model, nn.Embedding)
-        if module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    }
+    embeddings = {weight for module, weight in _weights(model, nn.Embedding) if _looks_up_rows(module)}
     heads = find_heads(model, fused_loss)
-    return embeddings - heads if fused_loss is False else embeddings | heads
+    outside = embeddings - heads if fused_loss is False else embeddings | heads
+    return outside | find_tables_in_layers(model)
+
+
+def find_tables_in_layers(model: nn.Module) -> set[torch.Tensor]:
+    """Return the tables within layers, such as those of n-grams: weights that embeddings alone hold."""
+    in_layers = first_in_layers(model)
+    found: dict[torch.Tensor, bool] = {}
+    for module in model.modules():
+        looked_up = isinstance(module, nn.Embedding) and _looks_up_rows(module)
+        for weight in module._parameters.values():
+            if weight is not None and weight in in_layers:
+                found[weight] = found.get(weight, True) and looked_up
+    return {weight for weight, looked_up in found.items() if looked_up and is_large(weight)}
+
+
+def _looks_up_rows(module: nn.Embedding) -> bool:
+    """Return whether an embedding reads the rows of its ids and changes none."""
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def find_heads(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
@@ -122,7 +136,7 @@ def repeats(module: nn.Module) -> bool:
 
 
 def first_in_layers(model: nn.Module) -> set[torch.Tensor]:
-    """Return the parameters that are registered in a layer first, and so move with it."""
+    """Return the parameters that are registered in a layer first: they move with it, unless they are read in parts."""
     seen: dict[torch.Tensor, bool] = {}
     visited: set[nn.Module] = set()
 

@@ -14,7 +14,7 @@ from memascend.layout.bits import quantised_nbytes
 from memascend.layout.experts import find_experts
 from memascend.layout.parameter_state import Binding, GradientState, OptimizerState
 from memascend.layout.quantised import check_not_quantised
-from memascend.layout.tables import RowBlocks, find_heads, find_tables, repeats
+from memascend.layout.tables import RowBlocks, find_heads, find_tables, find_tables_in_layers, repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence, Set
@@ -311,10 +311,11 @@ def partition(
     """Divide the parameters of `model`, which computes on `device`, into units, in the order of their registration.
 
     Every element of an outermost ModuleList or Sequential is a unit of its own (a decoder layer), and so is every
-    table. Every other module with parameters of its own is one, small ones together. A tied parameter belongs to the
-    first. `fused_loss` says which tables are read by blocks (`find_tables`); None is none. `gradients` is as in
-    `memascend.offload`. `uploaded` says whether the model computes on a CUDA device. `experts`: "pieces" makes units of
-    experts that are read one by one (`find_experts`), "whole" leaves them with their layers.
+    table, but for those within layers where no table is read by blocks. Every other module with parameters of its own
+    is one, small ones together. A tied parameter belongs to the first. `fused_loss` says which tables are read by
+    blocks (`find_tables`); None is none. `gradients` is as in `memascend.offload`. `uploaded` says whether the model
+    computes on a CUDA device. `experts`: "pieces" makes units of experts that are read one by one (`find_experts`),
+    "whole" leaves them with their layers.
 
     Raises ValueError for a dtype that cannot be trained, quantised weights among them, or whose gradients cannot be
     stored in the dtype that is asked for, and where no experts can be read one by one.
@@ -322,7 +323,9 @@ def partition(
     check_not_quantised(model)
     # The layout of a store depends neither on the device nor on how the loss is computed.
     pieces = find_experts(model) if experts == "pieces" else set()
-    divider = _Divider(device, find_tables(model, True), pieces)
+    in_layers = find_tables_in_layers(model)
+    apart = pieces if fused_loss is None else pieces | in_layers
+    divider = _Divider(device, find_tables(model, True) - in_layers, apart)
     divider.visit(model, "")
     units = divider.finish()
     tables = find_tables(model, fused_loss) if fused_loss is not None else set()
@@ -353,12 +356,12 @@ def _round_gradients(units: Sequence[Unit]) -> None:
 class _Divider:
     """Collects units while the modules of a model are visited in order."""
 
-    def __init__(self, device: torch.device, tables: Set[torch.Tensor], experts: Set[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, tables: Set[torch.Tensor], within_layers: Set[torch.Tensor]) -> None:
         self._device = device
         #: Parameters that are units by themselves.
         self._tables = tables
         #: Parameters within layers that are units by themselves.
-        self._experts = experts
+        self._within_layers = within_layers
         self._units: list[Unit] = []
         #: Identities of the parameters that belong to a unit already.
         self._taken: set[int] = set()
@@ -385,12 +388,12 @@ class _Divider:
             if not layers:
                 self.visit(child, path)
             elif parameters := self._take(child, path, recurse=True):
-                together = [(name, parameter) for name, parameter in parameters if parameter not in self._experts]
+                together = [(name, parameter) for name, parameter in parameters if parameter not in self._within_layers]
                 if together:
                     self._add(Unit(path, repeated=True), child, together)
                 for name, parameter in parameters:
-                    if parameter in self._experts:
-                        self._add(Unit(name, repeated=False), child, [(name, parameter)])
+                    if parameter in self._within_layers:
+                        self._add(Unit(name.removesuffix(".weight"), repeated=False), child, [(name, parameter)])
 
     def finish(self) -> list[Unit]:
         """Return all units, the one of small modules last."""

@@ -215,8 +215,9 @@ class Hooks:
         session = self.session
         slicing = session.slicing if recompute else None
         run = self._with_units(module, needed, original, slicing is not None)
-        experts = [place_of(parameter) for parameter in module.parameters() if parameter in self._experts]
-        read_apart = [located[1] for located in experts if located is not None]
+        # Experts and tables within a layer, which its own unit has not.
+        apart = [place_of(parameter) for parameter in module.parameters() if parameter in self._tables]
+        read_apart = [located[1] for located in apart if located is not None]
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:

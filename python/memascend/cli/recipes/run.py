@@ -22,12 +22,16 @@ from memascend.cli.lora import Adapters
 from memascend.cli.recipes.arguments import arguments_of
 from memascend.cli.recipes.course import Course, Stopped
 from memascend.cli.recipes.record import Record, last_checkpoint, record_before
-from memascend.cli.recipes.rows import divided, load_rows
+from memascend.cli.recipes.rows import divided as divided_rows
+from memascend.cli.recipes.rows import load_rows
+from memascend.cli.space import check_space, workload_of
 from memascend.common.interrupts import Interrupts
 from memascend.common.outputs import writing
 from memascend.errors import CheckpointError, DataError, MemascendError, OutputError, first_line
+from memascend.forecast.traffic import divided
 from memascend.formats.config import load_config
 from memascend.formats.tokenizers import load_tokenizer
+from memascend.formats.weights import empty_model_of
 from memascend.hardware.drives import is_device
 from memascend.options import REPLACE
 from memascend.session.api import find_offload
@@ -83,6 +87,7 @@ def _run(
     classes = task.load()
     before = record_before(settings)
     settings = _with_dtype(settings, before)
+    _check_space(task, settings)
     rows, held_out = _rows(task, settings)
     record = Record(task, settings, given, rows)
     changes = record.changes_since(before, settings.change)
@@ -153,7 +158,7 @@ def _trainer(
     if settings.lora_rank:
         options["peft_config"] = adapters.config_of(Adapters.of(settings))
     if task.compares and not settings.lora_rank and not getattr(arguments, "precompute_ref_log_probs", False):
-        options["ref_model"] = reference = _reference(settings)
+        options["ref_model"] = reference = _reference(task, settings)
         cleanup.callback(memascend.close, reference)
     with writing(settings.out):
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -197,11 +202,30 @@ def _with_dtype(settings: Settings, before: dict[str, Any]) -> Settings:
     return replace(settings, dtype=choice.dtype)
 
 
+def _check_space(task: Task, settings: Settings, *, copied: bool = False) -> None:
+    """Raise DataError where the drives have no room for the store, and for a copy of the reference if it is `copied`.
+
+    What adapters are over is only read, and is judged as it is opened.
+    """
+    if settings.lora_rank:
+        return
+    config = load_config(settings.model_dir, settings.dequantize)
+    if not hasattr(config.get_text_config(), "hidden_size"):
+        return
+    model = empty_model_of(config, settings.model_dir, getattr(torch, settings.dtype))
+    units = divided(model, False, settings.gradients)
+    if task.whole:  # It has another head, or none.
+        units = [unit for unit in units if not unit.is_head]
+    reference = sum(unit.stored_nbytes for unit in units) if copied else 0
+    kept = (settings.keep_last or 1) if settings.save_every else 0
+    check_space(settings, units, config, workload_of(settings), kept, reference)
+
+
 def _rows(task: Task, settings: Settings) -> tuple[Any, Any]:
     """Return the rows to train on, and those to evaluate on, or None."""
     rows = load_rows("--data", settings.data, task)
     if isinstance(settings.evaluation, float):
-        return divided(rows, settings.evaluation, settings.seed)
+        return divided_rows(rows, settings.evaluation, settings.seed)
     return rows, load_rows("--eval", settings.evaluation, task) if settings.evaluation else None
 
 
@@ -224,7 +248,7 @@ def _tokenizer(settings: Settings) -> Any:
     return tokenizer
 
 
-def _reference(settings: Settings) -> Any:
+def _reference(task: Task, settings: Settings) -> Any:
     """Open the model before the training beside the store, with the least memory.
 
     It is read from its own files, also where it is quantised there; from a copy where these cannot be read in place.
@@ -246,4 +270,5 @@ def _reference(settings: Settings) -> Any:
     )
     with suppress(CheckpointError):
         return opening(frozen="files")
+    _check_space(task, settings, copied=True)
     return opening(frozen="store")
