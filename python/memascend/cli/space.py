@@ -30,7 +30,7 @@ def kept_generations(settings: Settings) -> int:
 
 
 def workload_of(settings: Settings) -> Workload:
-    """Return what a step of a run processes and stores."""
+    """Return the work of a step of a run."""
     period = parse_durability(settings.durability)
     return Workload(
         settings.seq_len,

@@ -85,7 +85,7 @@ def find_tables(model: nn.Module, fused_loss: bool | str) -> set[torch.Tensor]:
 
 
 def find_tables_in_layers(model: nn.Module) -> set[torch.Tensor]:
-    """Return the tables within layers, such as those of n-grams: weights that embeddings alone hold."""
+    """Return the tables within layers (of n-grams, for example): weights that embeddings alone hold."""
     in_layers = first_in_layers(model)
     found: dict[torch.Tensor, bool] = {}
     for module in model.modules():

@@ -205,7 +205,7 @@ def _with_dtype(settings: Settings, before: dict[str, Any]) -> Settings:
 def _check_space(task: Task, settings: Settings, *, copied: bool = False) -> None:
     """Raise DataError where the drives have no room for the store, and for a copy of the reference if it is `copied`.
 
-    What adapters are over is only read, and is judged as it is opened.
+    The base of adapters is only read, and is judged as it is opened.
     """
     if settings.lora_rank:
         return
