@@ -83,7 +83,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     - `layers_kept`, `layers_recomputed`: calls of repeated layers, one for each slice of a batch, whose activations
       stayed in memory for the backward pass, because `host_memory` has room for them, and calls that were computed
       again. `activation_bytes_kept`, `activation_bytes_kept_peak`: bytes of such activations, now and at most.
-      `state_bytes_lent`: bytes that they have of the room for states, see `spare_memory` of `memascend.offload`.
+      `activation_bytes_lent`: bytes that they have in place of weights, gradients and states, see `spare_memory` of
+      `memascend.offload`.
     - `seconds`: where the time went, by the resource the program was blocked on: `ssd_read`, `ssd_write`, `h2d`, `d2h`,
       `cpu_update`, and `compute` for the remainder. Their sum is the time since the session was opened.
     - With a device: `device_bytes_budget`, the present ceiling, and `device_bytes_planned`; `device`: `h2d_bytes`,

@@ -31,7 +31,7 @@ Gradients = Literal["auto", "bfloat16"]
 Update = Literal["forward", "backward"]
 #: How the experts of layers are read: each layer's as a whole, or one by one.
 Experts = Literal["whole", "pieces"]
-#: The use of host memory beyond the weights.
+#: The use of host memory beyond the least.
 SpareFor = Literal["auto", "states", "activations"]
 POLICIES: tuple[Activations, ...] = get_args(Activations)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
@@ -170,14 +170,14 @@ class OffloadOptions:
     least keeps a part of the experts. What needs all experts of a tensor at once (reading or writing it, adapters that
     are added to it later) takes it whole, beyond the budget, and a warning says so."""
     spare_memory: SpareFor = field(
-        default="auto", metadata={"help": "use of host memory beyond the weights: states, activations or auto"}
+        default="auto", metadata={"help": "use of host memory beyond the least: states, activations or auto"}
     )
-    """The use of `host_memory` beyond the weights, where states and activations do not both fit; the bits are the same
-    with any. "states": they stay from one step to the next and are not read. "activations": layers keep their
-    results, and do not compute them again in the backward pass; states then are read, and written, in every step.
-    "auto" tries both in the first steps, and stays with the faster; it tries nothing where not every step is
-    durable, since more would be written. For runs of one process on the CPU, with recomputation and a fixed
-    `host_memory`; elsewhere it is for states."""
+    """The use of `host_memory` beyond the least, where not all fits; the bits are the same with any. "states":
+    gradients, weights and states, in that order, stay in memory and are not moved. "activations": layers keep their
+    results first, and do not compute them again in the backward pass; the others have the rest, and more bytes are
+    read and written. "auto" tries both in the first steps, and stays with the faster; it tries nothing where not
+    every step is durable, since states that stay are not written there. For runs of one process on the CPU, with
+    recomputation and a fixed `host_memory`; elsewhere it is for states."""
     durability: str = field(default="auto", metadata={"help": "auto, step, every:N or none"})
     """"step" makes every optimizer step durable: `memascend.resume` goes on from the last step, whatever stopped the
     run. This takes space for a second copy of weights and states, and no additional traffic. "every:N" makes every N-th

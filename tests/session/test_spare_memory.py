@@ -1,4 +1,4 @@
-"""Memory beyond the weights is divided between states and activations: by the costs of steps, with the same bits."""
+"""Memory beyond the least is divided between activations and caches: by what steps cost, with the same bits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import nn
 
 import memascend
 from memascend.layout.units import partition
-from memascend.memory_plan.host import make_plan, smallest_plan
+from memascend.memory_plan.host import lend, make_plan, smallest_plan
 from memascend.memory_plan.lines import Plan
-from memascend.memory_plan.transfers import lend
 from memascend.session.spare_memory import COUNTED, SETTLING, ShareSearch, StepCost
 
 if TYPE_CHECKING:
@@ -100,30 +99,46 @@ def plan_of(model: nn.Module, share: float = 0.6, **options: Any) -> Plan:
     units = partition(model)
     needed = 8 * sum(parameter.numel() for parameter in model.parameters())
     budget = smallest_plan(units).total
-    while (plan := make_plan(units, budget, **options)).states.total < share * needed:
+    while (plan := make_plan(units, budget, lends=True, **options)).states.total < share * needed:
         budget += MIB
     return plan
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIB, 3 * MIB, 1 << 50])
-def test_whole_buffers_are_lent_and_taken_back(nbytes: int) -> None:
-    plan = plan_of(tiny_models.build("gpt2", torch.float32))
-    assert plan.states.count > 2
-    least, before = plan.left_bytes, plan.states.count
-    lent = lend(plan, nbytes)
-    assert lent.states.count + lent.lent == before
-    assert min(nbytes, plan.states.total) <= lent.left_bytes - least < nbytes + plan.states.nbytes
+def test_bytes_are_lent_and_taken_back(nbytes: int) -> None:
+    model = tiny_models.build("gpt2", torch.float32)
+    plan, units = plan_of(model), partition(model)
+    lent = lend(plan, units, nbytes)
+    assert lent.lent_bytes == min(nbytes, plan.budget - plan.smallest_bytes)
+    assert lent.left_bytes >= lent.lent_bytes and lent.total >= plan.smallest_bytes
     assert lent.total + lent.freed_blocks_bytes + lent.activations_bytes <= plan.budget
-    again = lend(lent, 0)
-    assert (again.states.count, again.lent, again.total) == (before, 0, plan.total)
+    again = lend(lent, units, 0)
+    assert (again.lines, again.lent_bytes) == (plan.lines, 0)
 
 
-def test_what_has_no_room_any_more_is_not_taken_back() -> None:
-    plan = lend(plan_of(tiny_models.build("gpt2", torch.float32)), 1 << 50)
-    plan.later.nbytes, plan.later.count = plan.left_bytes - plan.states.nbytes - 1, 1
-    again = lend(plan, 0)
-    assert again.states.count == 1
-    assert again.total <= plan.budget
+def test_what_saves_least_is_lent_first() -> None:
+    """States go before gradients."""
+    model = tiny_models.build("gpt2", torch.float32)
+    plan, units = plan_of(model), partition(model)
+    alone, without_states, nearly_all = (lend(plan, units, n) for n in (0, plan.states.total, plan.budget))
+    assert alone.states.count > 2 and without_states.states.count == nearly_all.states.count == 0
+    assert alone.staging_cache.count == without_states.staging_cache.count > nearly_all.staging_cache.count
+
+
+def test_freed_blocks_keep_their_room() -> None:
+    model = tiny_models.build("gpt2", torch.float32)
+    units = partition(model)
+    plan = make_plan(units, smallest_plan(units).total + (1 << 30), lends=True)
+    plan.states.count = 0
+    lent = lend(plan, units, 1 << 50)
+    assert plan.retain_heap and lent.retain_heap
+    assert lent.left_bytes == lent.lent_bytes > 0
+
+
+def test_the_least_budget_lends_nothing() -> None:
+    units = partition(tiny_models.build("gpt2", torch.float32))
+    plan = make_plan(units, smallest_plan(units).total, lends=True)
+    assert not plan.lends and plan.most is None
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -180,21 +195,21 @@ def test_any_division_has_the_same_bits(
     model = offloaded(build(), spare_memory="states", **given)
     expected = trained(model, architecture, steps, clip)
     recomputed = memascend.stats(model)["layers_recomputed"]
-    assert memascend.stats(model)["state_bytes_lent"] == 0
+    assert memascend.stats(model)["activation_bytes_lent"] == 0
     memascend.close(model)
 
     model = offloaded(build(), spare_memory="activations", **given)
     assert bit_equality.difference(trained(model, architecture, steps, clip), expected) is None
     stats = memascend.stats(model)
-    assert stats["state_bytes_lent"] > 0
+    assert stats["activation_bytes_lent"] > 0
     assert stats["layers_recomputed"] < recomputed
     memascend.close(model)
 
     shares([1.0, 1.0, 0.0, 0.5])
     model = offloaded(build(), **given)
     assert bit_equality.difference(trained(model, architecture, steps, clip), expected) is None
-    lent = memascend.stats(model)["state_bytes_lent"]
-    assert 0 < lent <= stats["state_bytes_lent"]
+    lent = memascend.stats(model)["activation_bytes_lent"]
+    assert 0 < lent <= stats["activation_bytes_lent"]
 
 
 def test_memory_stays_within_the_budget(offloaded: Offload, shares: Any) -> None:
@@ -210,9 +225,10 @@ def test_memory_stays_within_the_budget(offloaded: Offload, shares: Any) -> None
     for number in range(7):
         loss = model(**tiny_models.batch("gpt2", number, ROWS, TOKENS)).loss
         stats = memascend.stats(model)
-        assert stats["host_bytes_reserved"] == whole - stats["state_bytes_lent"]
+        assert stats["host_bytes_reserved"] == session.plan.arena_bytes
+        assert (stats["host_bytes_reserved"] < whole) == (stats["activation_bytes_lent"] > 0)
         assert session.plan.total + stats["activation_bytes_kept"] <= limit
-        seen.append(stats["state_bytes_lent"])
+        seen.append(stats["activation_bytes_lent"])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -249,7 +265,7 @@ def test_a_resumed_run_divides_as_it_likes(offloaded: Offload, store: Path, spar
             optimizer.zero_grad()
             losses.append(loss.detach().clone())
         assert bit_equality.difference(losses, expected) is None
-        assert (memascend.stats(resumed.model)["state_bytes_lent"] > 0) == (spare == "activations")
+        assert (memascend.stats(resumed.model)["activation_bytes_lent"] > 0) == (spare == "activations")
     finally:
         memascend.close(resumed.model)
 
@@ -287,7 +303,7 @@ def test_where_more_would_be_written_nothing_is_tried(offloaded: Offload, shares
     model = tiny_models.build("gpt2", torch.float32)
     model = offloaded(model, host_memory=plan_of(model).budget, durability=durability)
     trained(model, "gpt2", 4)
-    assert memascend.stats(model)["state_bytes_lent"] == 0
+    assert memascend.stats(model)["activation_bytes_lent"] == 0
     assert not memascend.offload_of(model).host_budget.kept.measures
 
 
@@ -311,12 +327,12 @@ def test_a_budget_that_changes_goes_on_lending(offloaded: Offload) -> None:
     limit = plan_of(build).budget
     model = offloaded(build, host_memory=limit, host_memory_max=limit + 2 * MIB, spare_memory="activations")
     trained(model, "gpt2", 2)
-    lent = memascend.stats(model)["state_bytes_lent"]
+    lent = memascend.stats(model)["activation_bytes_lent"]
     assert lent > 0
     memascend.set_host_memory(model, limit + 2 * MIB)
     trained(model, "gpt2", 2, first=2)
     stats = memascend.stats(model)
-    assert stats["state_bytes_lent"] > 0
+    assert stats["activation_bytes_lent"] > 0
     assert stats["layers_kept"] > 0
     assert stats["host_bytes_planned"] + stats["activation_bytes_kept_peak"] <= limit + 2 * MIB
 

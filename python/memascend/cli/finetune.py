@@ -293,8 +293,9 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         }
         if on_device and work.activations == "host":
             options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
-        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options)
-        if settings.spare_memory == "activations":
+        lends = settings.spare_memory == "activations"
+        plan = least_of(units) if automatic else make_plan(units, int(settings.host_memory), **options, lends=lends)
+        if lends:
             plan = lent(plan, units, config, work)
         held, name = plan.total + plan.freed_blocks_bytes, "at least" if automatic else name
         kept_bytes = KeptLayers.of(plan, units, config, work).total_bytes

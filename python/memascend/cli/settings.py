@@ -43,7 +43,7 @@ class Settings:
     master: bool = True
     gradients: Gradients = OffloadOptions.gradients  # the dtype that they are put aside in
     update: Update = OffloadOptions.update  # in the next forward pass, or in the backward pass
-    spare_memory: SpareFor = OffloadOptions.spare_memory  # the use of memory beyond the weights
+    spare_memory: SpareFor = OffloadOptions.spare_memory  # the use of memory beyond the least
     on_nan: str = "stop"
     durability: str = OffloadOptions.durability
     resume: bool = False

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memascend.memory_plan.estimates import Shape
-from memascend.memory_plan.transfers import lend
+from memascend.memory_plan.host import lend
+from memascend.memory_plan.lines import HOLES_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +33,8 @@ class KeptLayers:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all that is kept."""
-        return self.kept * self.nbytes
+        """Bytes of all that is kept, with the holes between."""
+        return int(self.kept * self.nbytes * (1 + HOLES_SHARE))
 
     @property
     def share(self) -> float:
@@ -55,6 +56,8 @@ class KeptLayers:
 
 
 def lent(plan: Plan, units: Sequence[Unit], config: Any, work: Workload) -> Plan:
-    """Return `plan` with as much of its memory for states lent to activations as they want."""
+    """Return `plan` with as much of its budget lent to activations as they want, if it lends."""
     wanted = KeptLayers.of(plan, units, config, work).wanted_bytes
-    return lend(plan, max(0, wanted - plan.left_bytes))
+    if not plan.lends or wanted <= plan.activations_bytes:
+        return plan
+    return lend(plan, units, int(wanted * (1 + HOLES_SHARE)))

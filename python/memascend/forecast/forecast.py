@@ -172,7 +172,7 @@ def forecast(
     if gpu is not None and gpu.activations == "host":
         options["inputs"] = waiting_inputs(units, config, work.tokens, work.layer_tokens)
     smallest = smallest_plan(units, **options)
-    plan, follows = (smallest, False) if budget is None else plan_for(units, budget, **options)
+    plan, follows = (smallest, False) if budget is None else plan_for(units, budget, **options, lends=lends)
     device_plan = None
     if gpu is not None:
         work.activations = gpu.activations

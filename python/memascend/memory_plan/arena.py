@@ -41,7 +41,6 @@ class Arena:
     def of(cls, plan: Plan) -> Arena:
         """Return the arena of a plan, with room for its growth."""
         most = plan.most
-        lent = plan.states.count + plan.lent if plan.lends else None
         return cls(
             _lines_of(plan),
             [(line.consumer, line.nbytes, line.count) for line in plan.packs],
@@ -53,7 +52,7 @@ class Arena:
             (most or plan).states.nbytes,
             plan.states.count,
             None if most is None else most.staging.count + most.staging_cache.count,
-            lent if most is None else most.states.count,
+            None if most is None else most.states.count,
         )
 
 

@@ -52,6 +52,8 @@ def plan_for(
     on_device: bool = False,
     threads: int = 1,
     inputs: Inputs | None = None,
+    *,
+    lends: bool = False,
 ) -> tuple[Plan, bool]:
     """Return the plan for `host_memory` as `memascend.offload` takes it, and whether its budget follows the machine.
 
@@ -62,7 +64,8 @@ def plan_for(
     if host_memory is None:
         return smallest_plan(units, most, update, on_device, threads, inputs), False
     if host_memory != AUTO:
-        return make_plan(units, parse_size(host_memory), most, update, on_device, threads, inputs), False
+        budget = parse_size(host_memory)
+        return make_plan(units, budget, most, update, on_device, threads, inputs, lends=lends), False
     if most is None:
         most = _most(units, update, on_device, threads, inputs)
     least = smallest_plan(units, most, update, on_device, threads, inputs).total

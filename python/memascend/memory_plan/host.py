@@ -13,6 +13,7 @@ a weight two reads, one of a state a read, and a write where not every step is d
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from memascend._memascend import FILE_WINDOWS, PAGE_BYTES
@@ -23,7 +24,16 @@ from memascend.layout.units import round_up
 from memascend.memory_plan.beside import APPLIED_GRADIENTS, add_bookkeeping, add_exchange, later_line
 from memascend.memory_plan.classes import REPEATED_BUFFERS, classes_apart, classes_by_turns, why
 from memascend.memory_plan.in_parts import add_blocks, add_experts, keep_experts
-from memascend.memory_plan.lines import CHUNK_ELEMENTS_MIN, HEAP_BYTES, HEAP_SHARE, Inputs, Line, Plan, Sizes
+from memascend.memory_plan.lines import (
+    ACTIVATIONS_BYTES_MIN,
+    CHUNK_ELEMENTS_MIN,
+    HEAP_BYTES,
+    HEAP_SHARE,
+    Inputs,
+    Line,
+    Plan,
+    Sizes,
+)
 from memascend.memory_plan.transfers import (
     CHUNK_ELEMENTS_MAX,
     STAGING_CHUNKS,
@@ -31,7 +41,6 @@ from memascend.memory_plan.transfers import (
     UPDATE_SLOTS,
     fit_transfers,
     keep_states,
-    lend,
     transfer_bytes,
 )
 
@@ -50,15 +59,24 @@ def make_plan(
     on_device: bool = False,
     threads: int = 1,
     inputs: Inputs | None = None,
+    *,
+    lends: bool = False,
 ) -> Plan:
     """Size the pool for `units`: first the needs, then where a spare byte saves most.
 
     With `most`, the budget may change later, up to that: see `replan`. `update` is as in `memascend.options`, and
     `threads` threads carry it out; `on_device` says that a device makes the gradients. `inputs` of layers are kept off
-    the SSD beside the gradients, as far as the budget has room.
+    the SSD beside the gradients, as far as the budget has room. With `lends`, bytes beyond the needs may be lent to
+    activations later: see `lend`.
 
     Raises BudgetError, with the smallest budget that works, when `budget` is too small.
     """
+    if most is None and lends:
+        with suppress(BudgetError):  # Buffers that may change take more than the least.
+            plan = make_plan(units, budget, budget, update, on_device, threads, inputs, lends=True)
+            plan.fixed = True
+            if plan.lends:
+                return plan
     if most is None:
         return _plan(units, budget, update, on_device, threads, inputs)
     if most < budget:
@@ -67,6 +85,7 @@ def make_plan(
         )
     plan = _plan(units, budget, update, on_device, threads, inputs, elastic=True)
     plan.most = _plan(units, most, update, on_device, threads, inputs, elastic=True, sizes=_sizes_of(plan))
+    plan.lends = lends and most - plan.smallest_bytes >= ACTIVATIONS_BYTES_MIN
     return plan
 
 
@@ -83,10 +102,32 @@ def replan(plan: Plan, units: Sequence[Unit], budget: int) -> Plan:
             "model was opened",
             plan.smallest_bytes,
         )
-    made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
-    changed = _plan(units, budget, *made_for, elastic=True, sizes=_sizes_of(plan))
-    changed.most, changed.lends = plan.most, plan.lends
-    return lend(changed, plan.lent * plan.states.nbytes)
+    return _with_budget(plan, units, budget, plan.lent_bytes)
+
+
+def lend(plan: Plan, units: Sequence[Unit], nbytes: int) -> Plan:
+    """Return `plan`, which lends, with `nbytes` of its budget lent to activations, or as many as it can spare.
+
+    Those go first that save least where they are: states, tables, weights, then gradients. 0 takes all of them back.
+    """
+    return _with_budget(plan, units, plan.budget, nbytes)
+
+
+def _with_budget(plan: Plan, units: Sequence[Unit], budget: int, lent_bytes: int) -> Plan:
+    """Return `plan` with buffers of the same sizes, in other numbers, for a budget of which bytes are lent."""
+
+    def sized(of: int, retain_heap: bool | None = None) -> Plan:
+        made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
+        return _plan(units, of, *made_for, elastic=True, sizes=_sizes_of(plan), retain_heap=retain_heap)
+
+    changed = sized(budget)
+    spare = budget - changed.smallest_bytes - changed.freed_blocks_bytes
+    lent_bytes = max(0, min(lent_bytes, spare))
+    if lent_bytes:
+        changed = sized(budget - lent_bytes, changed.retain_heap)
+    changed.budget, changed.lent_bytes = budget, lent_bytes
+    changed.most, changed.lends, changed.fixed = plan.most, plan.lends, plan.fixed
+    return changed
 
 
 def _sizes_of(plan: Plan) -> Sizes:
@@ -103,8 +144,12 @@ def _plan(
     *,
     elastic: bool = False,
     sizes: Sizes | None = None,
+    retain_heap: bool | None = None,
 ) -> Plan:
-    """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks and slots of `sizes`."""
+    """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks and slots of `sizes`.
+
+    `retain_heap` says whether freed blocks are kept, for which there is the room then; None decides it by the budget.
+    """
     tensors = [tensor for unit in units for tensor in unit.tensors]
     plan = Plan(budget, update=update, on_device=on_device, update_threads=threads, inputs=inputs)
     early = [tensor for tensor in tensors if updates_in_backward(tensor)] if update == "backward" else []
@@ -132,11 +177,12 @@ def _plan(
     if elastic:
         plan.smallest_bytes = plan.total  # with chunks of this size, which stays
 
-    spare = _add_third_buffers(classes, budget - plan.total)
+    plan.retain_heap = retain_heap is True
+    spare = _add_third_buffers(classes, budget - plan.total - plan.freed_blocks_bytes)
     # New pages for the temporaries of each slice took a fifth of a step with 2 GiB and 0.51B parameters. Caches of as
     # many bytes save less. On a device, the temporaries are there.
-    plan.retain_heap = not on_device and spare >= HEAP_SHARE * HEAP_BYTES
-    spare -= plan.freed_blocks_bytes
+    if retain_heap is None and not on_device and spare >= HEAP_SHARE * HEAP_BYTES:
+        plan.retain_heap, spare = True, spare - HEAP_BYTES
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
     # read, so it comes second.
     plan.staging_cache.count = min(

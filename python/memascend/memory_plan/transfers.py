@@ -9,12 +9,10 @@ element (AMSGrad) move in halves of a chunk.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from memascend._memascend import PAGE_BYTES
 from memascend.common.sizes import format_least, format_size
 from memascend.errors import BudgetError
 from memascend.layout.units import round_up
@@ -108,16 +106,6 @@ def keep_states(plan: Plan, tensors: Sequence[StoreTensor]) -> None:
     plan.states.note = "always there" if share == 1.0 else f"{share:.0%} of them"
     # States come last: with all of them, everything is in memory.
     plan.retain_heap |= share == 1.0 and plan.budget - plan.total >= HEAP_BYTES
-
-
-def lend(plan: Plan, nbytes: int) -> Plan:
-    """Return `plan` with `nbytes` of its buffers for states lent to activations, in whole buffers.
-
-    0 takes all of them back, as far as the budget has room for them still.
-    """
-    count, size = plan.states.count + plan.lent, max(round_up(plan.states.nbytes, PAGE_BYTES), 1)
-    stay = min(max(0, count - -(-nbytes // size)), plan.states.count + max(0, plan.left_bytes) // size)
-    return replace(plan, states=replace(plan.states, count=stay), lent=count - stay)
 
 
 def _staged_bytes(tensors: Sequence[StoreTensor]) -> int:

@@ -15,10 +15,9 @@ from memascend.errors import HostMemoryError, MemascendError
 from memascend.hardware import memory_limits
 from memascend.layout.units import round_up
 from memascend.memory_plan.auto_budget import resident_bytes
-from memascend.memory_plan.host import check_available, replan
+from memascend.memory_plan.host import check_available, lend, replan
 from memascend.memory_plan.lines import Plan
 from memascend.memory_plan.monitor import MemoryMonitor, growth_lock
-from memascend.memory_plan.transfers import lend
 from memascend.session.runtime import configure_malloc
 from memascend.session.spare_memory import Division, Steps
 from memascend.streaming.resident_states import share_room
@@ -80,6 +79,8 @@ class HostBudget:
         #: Samples the machine, where the budget follows it.
         self._watch: MemoryMonitor | None = None
         self._said_lacking = False
+        #: The bytes that activations were to have when the budget was last divided.
+        self._asked = 0
 
     def set(self, nbytes: int) -> None:
         """Change the ceiling, and keep it; see `memascend.set_host_memory`."""
@@ -91,6 +92,7 @@ class HostBudget:
             self._change_plan(plan)
         if self._division is not None:
             self._division.begin_step()
+            self._asked = 0
         self.stop_following()
 
     def _room_for_activations(self, held: int) -> int:
@@ -164,20 +166,21 @@ class HostBudget:
 
     def _check_elastic(self) -> None:
         self._membership.refuse("another budget of host memory", "give host_memory when it is offloaded or resumed")
-        if self.plan.most is None:
+        if self.plan.most is None or self.plan.fixed:
             raise MemascendError(
                 "the model was opened with a fixed budget: give host_memory_max beside host_memory, the most that it "
                 "may become, or host_memory='auto'"
             )
 
-    # ---- states and activations -----------------------------------------------------------------------------
+    # ---- activations ----------------------------------------------------------------------------------------
 
     def _divide(self) -> None:
-        """Before a pass with gradients, divide the room for states between states and activations."""
+        """Before a pass with gradients, divide the room beyond the least between activations and all that is cached."""
         if self._division is None:
             return
-        plan = lend(self.plan, self._division.bytes_to_lend(self.plan))
-        if plan.lent != self.plan.lent:
+        wanted = self._division.bytes_to_lend(self.plan)
+        plan = self.plan if wanted == self._asked else lend(self.plan, self._units, wanted)
+        if plan.lent_bytes != self.plan.lent_bytes:
             try:
                 with uninterrupted():
                     self._change_plan(plan)
@@ -188,8 +191,9 @@ class HostBudget:
                 _log.info("the division of host memory stays: %s", error)
                 self._division.stop()
             else:
-                sizes = format_size(plan.states.total), format_size(plan.lent_bytes)
-                _log.info("host memory beyond the weights: %s hold states, %s are lent to activations", *sizes)
+                sizes = format_size(plan.total), format_size(plan.lent_bytes)
+                _log.info("host memory: %s are planned, %s are lent to activations", *sizes)
+        self._asked = wanted
         if self._division.ended:
             self._division = None
 
@@ -244,9 +248,7 @@ class HostBudget:
 
     def _resize(self, plan: Plan) -> None:
         """Commit and release memory of the arena as `plan` has it. Raises HostMemoryError where the system refuses."""
-        if plan.most is None:
-            self._runtime.memory.resize(states_count=plan.states.count)
-            return
+        assert plan.most is not None
         # Buffers of one size, in whole pages, are one kind.
         counts = {round_up(line.nbytes, PAGE_BYTES): 0 for line in plan.most.buffers}
         for line in plan.buffers:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from memascend.common.sizes import AUTO
 from memascend.hardware.threads import update_threads
 from memascend.memory_plan.auto_budget import plan_for
 from memascend.options import OffloadOptions
@@ -83,8 +84,8 @@ def open_session(
         computing.uploads,
         threads,
         computing.inputs(units, getattr(model, "config", None)),
+        lends=computing.lends(options.host_memory == AUTO, ranks is not None),
     )
-    plan.lends = computing.lends(automatic, ranks is not None) and plan.states.count > 0
     if ranks is None:
         membership: Membership | OneProcess = ONE_PROCESS
     else:

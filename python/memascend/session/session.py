@@ -330,7 +330,7 @@ class Session:
         stats["parameters"] = sum(place.numel for place in self.places)
         stats["fetch_waits"] = self.streamer.waits
         stats |= self.host_budget.kept.stats()
-        stats["state_bytes_lent"] = self.plan.lent_bytes
+        stats["activation_bytes_lent"] = self.plan.lent_bytes
         stats["notices"] = self.all_notices
         stats["generation"] = self.runtime.store.generation
         stats["seconds"] = self.timeline.seconds()

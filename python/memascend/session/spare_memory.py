@@ -1,9 +1,9 @@
-"""Divides the memory beyond the weights between optimizer states and activations, by the costs of steps.
+"""Divides the memory beyond the least plan between activations and all that is kept off the SSD, by the costs of steps.
 
-States that stay there are not read, and activations that stay are not computed again. Where the processor binds, a
-byte of activations spares time and a byte of states nearly none; where the drives bind it is the other way round. A run
-tries both: a step costs the time in which it waits for the drives and the time of its recomputations. The bits are the
-same with any division.
+Activations that stay in memory are not computed again; states, weights and gradients that stay are not moved. Where the
+processor binds, a byte of activations spares time and a byte of the others nearly none; where the drives bind it is the
+other way round. A run tries both: a step costs the time in which it waits for the drives and the time of its
+recomputations. The bits are the same with any division.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
-from memascend.memory_plan.lines import ACTIVATIONS_BYTES_MIN
+from memascend.layout.units import round_up
+from memascend.memory_plan.lines import ACTIVATIONS_BYTES_MIN, HOLES_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Steps after a change that do not count, since buffers are filled in them, and steps that count.
 SETTLING, COUNTED = 2, 3
+#: Bytes are lent in multiples of this, since each change of the plan takes time.
+LENT_BYTES_STEP = 2**20
 #: The smallest share that is tried.
 SMALLEST = 0.25
 #: A division is better if it spares this share of a step.
@@ -45,7 +48,7 @@ class StepCost:
 
 
 class ShareSearch:
-    """Finds the share of states' memory to lend: that with which steps cost least."""
+    """Finds the share of the activations to lend memory to: that with which steps cost least."""
 
     def __init__(self) -> None:
         """Begin with nothing lent."""
@@ -161,12 +164,11 @@ class Division:
         self.ended, self._kept.measures = True, False
 
     def bytes_to_lend(self, plan: Plan) -> int:
-        """Return the bytes that activations get of the room for states, before a pass."""
+        """Return the bytes of the budget that activations get before a pass, of what is cached otherwise."""
         share, wanted = self._share(), self._kept.wanted_bytes
-        if wanted < ACTIVATIONS_BYTES_MIN:
+        if wanted < ACTIVATIONS_BYTES_MIN or (not plan.lent_bytes and wanted <= plan.activations_bytes):
             return 0
-        # Beside those that are left to them anyway.
-        return int(share * max(0, wanted - plan.left_bytes + plan.lent_bytes))
+        return round_up(int(share * wanted * (1 + HOLES_SHARE)), LENT_BYTES_STEP)
 
     def _share(self) -> float:
         if self._search is None:

@@ -25,8 +25,8 @@ EXPERTS_TEXT = (
     "expert and not of a layer; adapters are then on the other modules"
 )
 SPARE_TEXT = (
-    "use of --host-memory beyond the weights, where not all fits: states stay and are not read, activations stay "
-    "and are not computed again, or auto, which tries both and takes the faster"
+    "use of --host-memory beyond the least, where not all fits: states, weights and gradients stay and are not moved "
+    "(states), activations stay and are not computed again, or auto, which tries both and takes the faster"
 )
 DTYPE = (
     "of the weights; master weights are float32. auto: the checkpoint's where the processor (or device) computes in "
