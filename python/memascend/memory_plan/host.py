@@ -114,7 +114,7 @@ def lend(plan: Plan, units: Sequence[Unit], nbytes: int) -> Plan:
 
 
 def _with_budget(plan: Plan, units: Sequence[Unit], budget: int, lent_bytes: int) -> Plan:
-    """Return `plan` with buffers of the same sizes, in other numbers, for a budget of which bytes are lent."""
+    """Return `plan` with buffers of the same sizes, in other numbers, for a budget that lends so many bytes."""
 
     def sized(of: int, retain_heap: bool | None = None) -> Plan:
         made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)

@@ -164,7 +164,7 @@ class Division:
         self.ended, self._kept.measures = True, False
 
     def bytes_to_lend(self, plan: Plan) -> int:
-        """Return the bytes of the budget that activations get before a pass, of what is cached otherwise."""
+        """Return the bytes of the budget that activations get before a pass, in place of caches."""
         share, wanted = self._share(), self._kept.wanted_bytes
         if wanted < ACTIVATIONS_BYTES_MIN or (not plan.lent_bytes and wanted <= plan.activations_bytes):
             return 0
