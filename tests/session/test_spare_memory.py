@@ -108,9 +108,11 @@ def plan_of(model: nn.Module, share: float = 0.6, **options: Any) -> Plan:
 def test_bytes_are_lent_and_taken_back(nbytes: int) -> None:
     model = tiny_models.build("gpt2", torch.float32)
     plan, units = plan_of(model), partition(model)
+    least = lend(plan, units, 0).smallest_bytes  # with chunks of this size
+    assert least > plan.smallest_bytes == smallest_plan(units).total
     lent = lend(plan, units, nbytes)
-    assert lent.lent_bytes == min(nbytes, plan.budget - plan.smallest_bytes)
-    assert lent.left_bytes >= lent.lent_bytes and lent.total >= plan.smallest_bytes
+    assert lent.lent_bytes == min(nbytes, plan.budget - least)
+    assert lent.left_bytes >= lent.lent_bytes and lent.total >= least
     assert lent.total + lent.freed_blocks_bytes + lent.activations_bytes <= plan.budget
     again = lend(lent, units, 0)
     assert (again.lines, again.lent_bytes) == (plan.lines, 0)

@@ -71,14 +71,14 @@ def make_plan(
 
     Raises BudgetError, with the smallest budget that works, when `budget` is too small.
     """
-    if most is None and lends:
-        with suppress(BudgetError):  # Buffers that may change take more than the least.
-            plan = make_plan(units, budget, budget, update, on_device, threads, inputs, lends=True)
-            plan.fixed = True
-            if plan.lends:
-                return plan
     if most is None:
-        return _plan(units, budget, update, on_device, threads, inputs)
+        plan = _plan(units, budget, update, on_device, threads, inputs)
+        if lends:
+            with suppress(BudgetError):  # Buffers whose number may change take more than the least.
+                lending = make_plan(units, budget, budget, update, on_device, threads, inputs, lends=True)
+                lending.fixed, lending.smallest_bytes = True, plan.smallest_bytes
+                return lending if lending.lends else plan
+        return plan
     if most < budget:
         raise BudgetError(
             f"host_memory_max ({format_size(most)}) is less than host_memory ({format_size(budget)})", budget
