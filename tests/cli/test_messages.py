@@ -12,7 +12,7 @@ from commands import in_memory, words_of
 
 from memascend.cli import space
 from memascend.cli.arguments import parser
-from memascend.cli.jobs import training
+from memascend.cli.jobs import conflicts
 from memascend.cli.main import BAD_INPUT, main
 from memascend.errors import DeviceError
 from memascend.recovery import running_store
@@ -95,7 +95,7 @@ def test_a_device_that_is_not_there(
     def refuse(*_: object, **__: object) -> None:
         raise DeviceError("no driver is loaded")
 
-    monkeypatch.setattr(training.ComputeOptions, "of", refuse)
+    monkeypatch.setattr(conflicts.ComputeOptions, "of", refuse)
     told = error_of(capfd, words | {"--device": "cuda"})
     assert "--device cuda cannot be used here: leave it out to compute on the CPU (no driver is loaded)" in told
 
