@@ -204,6 +204,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         requirements.unmet("gpu", "PyTorch finds no CUDA device")
     if item.get_closest_marker("rehearsal") and not _has_gpu():
         pytest.skip("PyTorch finds no CUDA device; `make rehearse` makes a stand-in")
+    on_device = item.get_closest_marker("gpu") or item.get_closest_marker("rehearsal")
+    if on_device and item.config.getoption("workers"):
+        pytest.skip("a forked process cannot use the CUDA device: run `pytest -m gpu` without --workers")
 
 
 @cache

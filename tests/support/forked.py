@@ -22,7 +22,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from multiprocessing.context import ForkServerContext
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 
 #: The number of the process that the test run began with, of which others may be forked.
@@ -54,9 +54,26 @@ def variables() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+def fresh() -> bool:
+    """Return whether nothing is forked: by MEMASCEND_FRESH, and where there is a CUDA device.
+
+    A process whose parent has asked for devices cannot use one.
+    """
+    return bool(os.environ.get("MEMASCEND_FRESH")) or _has_device()
+
+
 @cache
-def context() -> ForkServerContext:
+def _has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@cache
+def context() -> ForkServerContext | SpawnContext:
     """Return how this process starts others that run a function of a module."""
+    if _has_device():
+        return multiprocessing.get_context("spawn")
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["forked_imports"])
     # The server looks for modules where any program does, and silently leaves out modules that it does not find.
@@ -69,10 +86,9 @@ def context() -> ForkServerContext:
 def python() -> str:
     """Return a program that takes the place of `python`: see forked_program.py, which also lists the differences.
 
-    Beside it is `memascend`. All processes of a test run share one server. With MEMASCEND_FRESH in the environment it
-    is Python itself.
+    Beside it is `memascend`. All processes of a test run share one server. Where nothing is forked it is Python itself.
     """
-    return sys.executable if os.environ.get("MEMASCEND_FRESH") else _served()
+    return sys.executable if fresh() else _served()
 
 
 @cache
@@ -107,7 +123,7 @@ class Program(subprocess.Popen[str]):
 
 def kill(process: Any) -> None:
     """Kill a program that `python` runs, given its subprocess.Popen or psutil.Process, and wait for its end."""
-    process.send_signal(signal.SIGKILL if os.environ.get("MEMASCEND_FRESH") else forked_program.KILL)
+    process.send_signal(signal.SIGKILL if fresh() else forked_program.KILL)
     process.wait()
 
 
