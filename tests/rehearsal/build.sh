@@ -64,6 +64,18 @@ runtime_build=$!
 } > "$out/driver.c"
 gcc -shared -fPIC "$out/driver.c" -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1"
 
+# CUPTI, by which PyTorch's profiler would trace a device: none is there. CUDA 13.2's own looks for the driver without end.
+{
+    for function in $(nm -D --undefined-only "$torch/lib/libtorch_cpu.so" | awk '$2 ~ /^cupti[A-Z]/ {sub(/@.*/, "", $2); print $2}' | sort -u); do
+        case $function in
+        cuptiGetVersion) echo "int $function(unsigned *v) { *v = $number; return 0; }" ;;
+        cuptiGetResultString) echo "int $function(int r, const char **s) { (void)r; *s = \"a stand-in device has no CUPTI\"; return 0; }" ;;
+        *) echo "int $function(void) { return 15; }" ;;  # CUPTI_ERROR_NOT_INITIALIZED
+        esac
+    done
+} > "$out/cupti.c"
+gcc -shared -fPIC "$out/cupti.c" -o "$out/libcupti-rehearsal.so"
+
 # Warnings are of PyTorch's headers. The libraries are those that the process has loaded by then.
 g++ -std=c++20 -O1 -w -shared -fPIC -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
     "$here/operators.cpp" -o "$out/librehearsal-operators.so" -L"$torch/lib" -lc10 -ltorch_cpu
@@ -77,7 +89,7 @@ wait $runtime_build
 cat > "$out/run.sh" <<R
 #!/usr/bin/env bash
 # run.sh COMMAND...: runs a command on the stand-in CUDA device, for PyTorch $version of CUDA $cuda.
-export REHEARSAL=$out LD_PRELOAD=$out/libcudart-rehearsal.so\${LD_PRELOAD:+:\$LD_PRELOAD}
+export REHEARSAL=$out LD_PRELOAD=$out/libcudart-rehearsal.so:$out/libcupti-rehearsal.so\${LD_PRELOAD:+:\$LD_PRELOAD}
 export MEMASCEND_CUDART=$out/libcudart-rehearsal.so LD_LIBRARY_PATH=$out\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
 export PYTHONPATH=$out/python\${PYTHONPATH:+:\$PYTHONPATH} OMP_NUM_THREADS=\${OMP_NUM_THREADS:-1}
 exec "\$@"
