@@ -76,7 +76,12 @@ MODELS |= {
     for depth in (8, 64, 200)
 }
 #: How the base of adapters is opened, by --base, and the rank of adapters.
-BASES = {"16": {}, "8": {"frozen_bits": 8}, "4": {"frozen_bits": 4}, "nf4": {"frozen": "files"}}
+BASES = {
+    "16": {"frozen": "store"},
+    "8": {"frozen": "store", "frozen_bits": 8},
+    "4": {"frozen": "store", "frozen_bits": 4},
+    "nf4": {"frozen": "files", "dequantize": True},
+}
 RANK = 8
 TOY = {
     "hidden_size": 64,
@@ -180,6 +185,10 @@ def child(name: str, model_dir: str, scratch: str, options: dict) -> dict:
     torch.manual_seed(0)
     toy = AutoModelForCausalLM.from_config(build_config(name, small=True), dtype=torch.bfloat16).train()
     tokens = torch.randint(0, 256, (1, 16))
+    if options["base"]:
+        import peft
+
+        toy = peft.get_peft_model(toy, peft.LoraConfig(r=RANK, target_modules="all-linear")).train()
     toy(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     del toy
     import memascend
@@ -192,8 +201,6 @@ def child(name: str, model_dir: str, scratch: str, options: dict) -> dict:
     model = memascend.from_pretrained(model_dir, store=store, host_memory=options["host_memory"], **opened)
     offloaded = model
     if base:
-        import peft
-
         model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")).train()
     optimizer = memascend.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     seq_len, vocabulary = options["seq_len"], model.config.vocab_size
@@ -314,7 +321,7 @@ def plan_of(model_dir: Path, seq_len: int, base: str | None) -> dict:
     command = [sys.executable, "-m", "memascend", "plan", str(model_dir), "--seq-len", str(seq_len), "--json"]
     command += ["--dtype", "bfloat16"]
     if base:
-        command += ["--lora-rank", str(RANK), "--lora-targets", "all-linear"]
+        command += ["--lora-rank", str(RANK)]  # of all linear layers
         command += ["--base-bits", base] if base in ("4", "8") else []
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
