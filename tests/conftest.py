@@ -206,7 +206,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("PyTorch finds no CUDA device; `make rehearse` makes a stand-in")
     on_device = item.get_closest_marker("gpu") or item.get_closest_marker("rehearsal")
     if on_device and item.config.getoption("workers"):
-        pytest.skip("a forked process cannot use the CUDA device: run `pytest -m gpu` without --workers")
+        requirements.unmet("gpu", "a forked process cannot use the CUDA device: run `pytest -m gpu` without --workers")
 
 
 @cache

@@ -20,7 +20,7 @@ requirements.package("transformers")
 
 HEAVY = ("torch._dynamo", "transformers.trainer", "memascend.cli.finetune", "rank_programs", "launched_programs")
 MISSING = f"import sys; print([name for name in {HEAVY} if name not in sys.modules])"
-pytestmark = pytest.mark.skipif("MEMASCEND_FRESH" in os.environ, reason="MEMASCEND_FRESH: no program is forked")
+pytestmark = pytest.mark.skipif(forked.fresh(), reason="MEMASCEND_FRESH, or a device: no program is forked")
 
 
 def show(_pipe: Any, code: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,12 @@ from trainer_runs import weights
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainingArguments, set_seed
 
 from memascend.cli import main, space
+from memascend.errors import DataError
 from memascend.integrations.transformers import Trainer, TrainerMixin
 from memascend.recovery.resume import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 datasets = requirements.package("trl", "datasets")
 trl = requirements.package("trl")
@@ -280,6 +281,21 @@ def test_room_for_the_store_is_looked_for_first(
     if told is not None:
         assert told in capfd.readouterr().err
         assert not (room / "out").exists() and not (room / "store").exists()
+
+
+def test_a_copied_reference_needs_room_where_it_lies(tmp_path: Path) -> None:
+    free = space.shutil.disk_usage(tmp_path).free
+    copy = tmp_path / "store-reference"
+    assert space._taken_by(copy, 1 << 20, [tmp_path]) == 1 << 20
+    assert space._taken_by(copy, 1 << 20, [Path("/dev/shm")]) == 0
+    with pytest.raises(DataError, match=r"the model before the training would be copied to .*store-reference"):
+        space._taken_by(copy, 2 * free, [Path("/dev/shm")])
+
+
+def test_a_model_of_another_kind_is_judged_as_it_is_opened(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = LlamaForSequenceClassification.from_pretrained(room / "model", dtype=torch.bfloat16, num_labels=2)
+    model.save_pretrained(room / "model")
+    assert main.main(words(room, "classify", steps=1)) == 0, capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import bit_equality
@@ -9,10 +10,11 @@ import pytest
 import tiny_models
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memascend
 from memascend.layout.units import partition
-from memascend.memory_plan.host import lend, make_plan, smallest_plan
+from memascend.memory_plan.host import lend, make_plan, replan, smallest_plan
 from memascend.memory_plan.lines import Plan
 from memascend.session.spare_memory import COUNTED, SETTLING, ShareSearch, StepCost
 
@@ -108,7 +110,7 @@ def plan_of(model: nn.Module, share: float = 0.6, **options: Any) -> Plan:
 def test_bytes_are_lent_and_taken_back(nbytes: int) -> None:
     model = tiny_models.build("gpt2", torch.float32)
     plan, units = plan_of(model), partition(model)
-    least = lend(plan, units, 0).smallest_bytes  # with chunks of this size
+    least = lend(plan, units, 1 << 50).total  # with chunks of this size
     assert least > plan.smallest_bytes == smallest_plan(units).total
     lent = lend(plan, units, nbytes)
     assert lent.lent_bytes == min(nbytes, plan.budget - least)
@@ -116,6 +118,44 @@ def test_bytes_are_lent_and_taken_back(nbytes: int) -> None:
     assert lent.total + lent.freed_blocks_bytes + lent.activations_bytes <= plan.budget
     again = lend(lent, units, 0)
     assert (again.lines, again.lent_bytes) == (plan.lines, 0)
+
+
+def _sizes(width: int, vocabulary: int, layers: int = 8, **changed: Any) -> LlamaConfig:
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_attention_heads": 8,
+        "num_hidden_layers": layers,
+    }
+    return LlamaConfig(**sizes | {"vocab_size": vocabulary} | changed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [_sizes(1024, 32_000, 24), _sizes(1024, 150_000), _sizes(512, 64_000, tie_word_embeddings=True), _sizes(2048, 512)],
+    ids=["deep", "two large tables", "one table", "no table"],
+)
+def test_a_smaller_budget_has_no_more_of_any_buffer(config: LlamaConfig) -> None:
+    """Where a large buffer has no room, small ones do: as many as addresses are reserved for."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    units, random = partition(model), Random(3)
+    least = smallest_plan(units).total
+    whole = make_plan(units, 1 << 62).total
+    for _ in range(20):
+        budget = random.randrange(least, whole)
+        plan = make_plan(units, budget, lends=True)
+        larger = make_plan(units, budget, random.randrange(budget, whole + 1))
+        for made in [replan(larger, units, random.randrange(larger.smallest_bytes, larger.most.budget))] + [
+            lend(plan, units, random.randrange(budget)) for _ in range(10) if plan.lends
+        ]:
+            assert made.total + made.freed_blocks_bytes + made.lent_bytes <= made.budget
+            counts = [{}, {}]
+            for of, kinds in zip((made, made.most), counts, strict=True):
+                for line in (*of.buffers, of.staging_cache, of.states):
+                    kinds[line.consumer, line.nbytes] = line.count
+            assert all(count <= counts[1].get(kind, 0) for kind, count in counts[0].items() if count), counts
+            assert set(made.whole_tables) <= set(made.most.whole_tables)
 
 
 def test_what_saves_least_is_lent_first() -> None:

@@ -212,6 +212,21 @@ def _steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.own_products
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_read_them_between_graphs(offloaded: Callable[..., nn.Module]) -> None:
+    def compiled(model: nn.Module) -> nn.Module:
+        for layer in model.layers:
+            layer.compile(backend="eager")
+        return model
+
+    expected = train(compiled(Decoder()))
+    model = Decoder()
+    model = compiled(offloaded(model, host_memory=least(model)))
+    assert set(streamed(model)) >= TABLES
+    assert_same(train(model), expected)
+
+
 @pytest.mark.gpu
 def test_a_device_has_the_bits_of_memory(offloaded: Callable[..., nn.Module]) -> None:
     expected = train(Decoder().cuda())

@@ -8,7 +8,6 @@ that are marked `own_products` and in programs that are not forked (MEMASCEND_FR
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,10 +40,12 @@ def as_pytorch() -> Iterator[None]:
 
 def install() -> None:
     """Replace the kernels from now on, unless they are quick or programs that are compared have PyTorch's own."""
+    import forked  # Not at the top: forked programs import this module.
+
     global _library
     # PyTorch is not asked: it would not look at ATEN_CPU_CAPABILITY again, which forked programs may set.
     quick = "avx512bw" in Path("/proc/cpuinfo").read_text()
-    if quick or os.environ.get("MEMASCEND_FRESH") or _library is not None:
+    if quick or forked.fresh() or _library is not None:
         return
     for dtype in _HALF:
         product_rates(dtype)  # measured once in a process: the choice of a dtype is by PyTorch's own products

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -66,7 +67,9 @@ def fresh() -> bool:
 def _has_device() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A driver too old for PyTorch.
+        return torch.cuda.is_available()
 
 
 @cache

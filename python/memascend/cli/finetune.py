@@ -37,7 +37,7 @@ from memascend.cli.models import load_in_memory, round_gradients
 from memascend.cli.reporters import prepare_reporters
 from memascend.cli.run_log import RunLog
 from memascend.cli.settings import Result, Settings
-from memascend.cli.space import check_space, kept_generations, workload_of
+from memascend.cli.space import check_space, workload_of
 from memascend.cli.training import Training
 from memascend.cli.writes import for_steps, forecast_traffic, text_of
 from memascend.common.interrupts import Interrupts
@@ -301,7 +301,7 @@ def _check_memory(settings: Settings, config: Any, interpreter: int) -> dict[str
         kept_bytes = KeptLayers.of(plan, units, config, work).total_bytes
         if not settings.lora_rank and hasattr(config.get_text_config(), "hidden_size"):
             here = replace(settings, store=[Path(path) for path in paths_of(list(settings.store))])
-            check_space(here, units, config, work, kept_generations(settings))
+            check_space(here, units, config, work)
             expected = forecast_traffic(model, units, plan, config, work, here)
     else:
         held = in_memory_bytes(units, work) if settings.device is None else 0

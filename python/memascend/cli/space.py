@@ -50,23 +50,32 @@ def workload_of(settings: Settings) -> Workload:
 
 
 def check_space(
-    settings: Settings, units: Sequence[Unit], config: Any, work: Workload, kept: int, reference: int = 0
+    settings: Settings,
+    units: Sequence[Unit],
+    config: Any,
+    work: Workload,
+    *,
+    reference: tuple[Path, int] | None = None,
+    adapts: bool = True,
 ) -> None:
     """Raise DataError where the drives have no room for weights and states, or for generations beside the last steps'.
 
     Without the latter the run may do: what it says of it would come at the first evaluation, hours later. Only
-    directories of a new store are looked at. `kept` are the generations beside the last steps' (`kept_generations`),
-    `reference` the bytes of a copy of the model before the training.
+    directories of a new store are looked at. `reference` is the path of a copy of the model before the training, and
+    its bytes; `adapts` says whether adapters may be trained instead.
     """
+    kept = kept_generations(settings)
     folders = _folders(settings.store)
     free = _free_in(folders)
     if settings.resume or settings.replace_store or free is None:
         return
-    free = max(0, free - reference)
+    where = ""
+    if reference is not None:
+        taken = _taken_by(*reference, folders)
+        free = max(0, free - taken)
+        where = f" beside the copy of the model before the training ({format_size(taken)})" if taken else ""
     alone = ssd_space(units, config, work)
-    where = f"{', '.join(map(str, folders))} has {format_size(free)} free"
-    if reference:
-        where += f" beside a copy of {format_size(reference)} of the model before the training"
+    where = f"{', '.join(map(str, folders))} has {format_size(free)} free{where}"
     needed = ssd_space(units, config, replace(work, kept=kept)).total()
     # Without room for durable steps a run without --durability does without them, and keeps nothing in the store.
     keeps = kept and work.period and (settings.durability != "auto" or free >= alone.total())
@@ -77,10 +86,22 @@ def check_space(
             f"{_lowering(settings)}"
         )
     if not any(map(is_device, settings.store)):
-        _check_least(settings, alone, free, where)
+        _check_least(settings, alone, free, where, adapts)
 
 
-def _check_least(settings: Settings, space: Counter[str], free: int, where: str) -> None:
+def _taken_by(copy: Path, nbytes: int, folders: Sequence[Path]) -> int:
+    """Return the bytes that a copy takes of the room in `folders`. Raises DataError where it has no room itself."""
+    folder = _existing(copy)
+    usage = shutil.disk_usage(folder)
+    if usage.total and usage.free < nbytes:
+        raise DataError(
+            f"the model before the training would be copied to {copy}, which takes {format_size(nbytes)}, and {folder} "
+            f"has {format_size(usage.free)} free: free some space there, or give another --store"
+        )
+    return nbytes if os.stat(folder).st_dev in {os.stat(one).st_dev for one in folders} else 0
+
+
+def _check_least(settings: Settings, space: Counter[str], free: int, where: str, adapts: bool) -> None:
     """Raise DataError where weights and states have no room, twice where durable steps were asked for."""
     beside = ("gradients", "projections", "activations", "second_slot", "kept")
     least = space.total() - sum(space[kind] for kind in beside)
@@ -90,7 +111,7 @@ def _check_least(settings: Settings, space: Counter[str], free: int, where: str)
     instead = "leave out --durability, " if twice and free >= least else ""
     raise DataError(
         f"the store takes at least {format_size((1 + twice) * least)}, and {where}: {instead}free some space, give "
-        f"another --store or a second one{_lowering(settings, '--lora-rank 16')}"
+        f"another --store or a second one{_lowering(settings, *(['--lora-rank 16'] if adapts else []))}"
     )
 
 

@@ -347,7 +347,8 @@ def _groups(named: _Group) -> list[_Group]:
     units = {name: located[1].tensor.unit for name, parameter in named.items() if (located := place_of(parameter))}
     beside: defaultdict[str, set[Hashable]] = defaultdict(set)
     for name, unit in units.items():
-        beside[_layer(name)].add(unit)
+        if not unit.is_table:
+            beside[_layer(name)].add(unit)
     groups: defaultdict[Hashable, _Group] = defaultdict(dict)
     for name, parameter in named.items():
         layer = _layer(name)

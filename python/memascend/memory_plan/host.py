@@ -83,9 +83,11 @@ def make_plan(
         raise BudgetError(
             f"host_memory_max ({format_size(most)}) is less than host_memory ({format_size(budget)})", budget
         )
-    plan = _plan(units, budget, update, on_device, threads, inputs, elastic=True)
-    plan.most = _plan(units, most, update, on_device, threads, inputs, elastic=True, sizes=_sizes_of(plan))
-    plan.lends = lends and most - plan.smallest_bytes >= ACTIVATIONS_BYTES_MIN
+    made_for = (update, on_device, threads, inputs)
+    sizes = _sizes_of(_plan(units, budget, *made_for, elastic=True))
+    largest = _plan(units, most, *made_for, elastic=True, sizes=sizes)
+    plan = _plan(units, budget, *made_for, elastic=True, sizes=sizes, most=largest)
+    plan.most, plan.lends = largest, lends and most - plan.smallest_bytes >= ACTIVATIONS_BYTES_MIN
     return plan
 
 
@@ -118,7 +120,8 @@ def _with_budget(plan: Plan, units: Sequence[Unit], budget: int, lent_bytes: int
 
     def sized(of: int, retain_heap: bool | None = None) -> Plan:
         made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
-        return _plan(units, of, *made_for, elastic=True, sizes=_sizes_of(plan), retain_heap=retain_heap)
+        sizes = _sizes_of(plan)
+        return _plan(units, of, *made_for, elastic=True, sizes=sizes, most=plan.most, retain_heap=retain_heap)
 
     changed = sized(budget)
     spare = budget - changed.smallest_bytes - changed.freed_blocks_bytes
@@ -127,6 +130,8 @@ def _with_budget(plan: Plan, units: Sequence[Unit], budget: int, lent_bytes: int
         changed = sized(budget - lent_bytes, changed.retain_heap)
     changed.budget, changed.lent_bytes = budget, lent_bytes
     changed.most, changed.lends, changed.fixed = plan.most, plan.lends, plan.fixed
+    if plan.fixed:
+        changed.smallest_bytes = plan.smallest_bytes
     return changed
 
 
@@ -144,11 +149,14 @@ def _plan(
     *,
     elastic: bool = False,
     sizes: Sizes | None = None,
+    most: Plan | None = None,
     retain_heap: bool | None = None,
 ) -> Plan:
     """Make a plan; `elastic`: buffers are of the same sizes with every budget, for chunks and slots of `sizes`.
 
-    `retain_heap` says whether freed blocks are kept, for which there is the room then; None decides it by the budget.
+    There are no more of each than `most` has, whose addresses are reserved: where a smaller budget has no room for one
+    large buffer, it has more for small ones. `retain_heap` says whether freed blocks are kept, for which there is the
+    room then; None decides it by the budget.
     """
     tensors = [tensor for unit in units for tensor in unit.tensors]
     plan = Plan(budget, update=update, on_device=on_device, update_threads=threads, inputs=inputs)
@@ -178,7 +186,7 @@ def _plan(
         plan.smallest_bytes = plan.total  # with chunks of this size, which stays
 
     plan.retain_heap = retain_heap is True
-    spare = _add_third_buffers(classes, budget - plan.total - plan.freed_blocks_bytes)
+    spare = _add_third_buffers(classes, budget - plan.total - plan.freed_blocks_bytes, most)
     # New pages for the temporaries of each slice took a fifth of a step with 2 GiB and 0.51B parameters. Caches of as
     # many bytes save less. On a device, the temporaries are there.
     if retain_heap is None and not on_device and spare >= HEAP_SHARE * HEAP_BYTES:
@@ -186,13 +194,18 @@ def _plan(
     # A gradient or activation byte kept in memory saves a write and a read; a weight byte saves one
     # read, so it comes second.
     plan.staging_cache.count = min(
-        _kept_chunks(plan, [*units, *pieces], tables, early), spare // plan.staging_cache.nbytes
+        _kept_chunks(plan, [*units, *pieces], tables, early),
+        spare // plan.staging_cache.nbytes,
+        *([] if most is None else [most.staging_cache.count]),
     )
     spare -= plan.staging_cache.total
-    spare = _keep_units(plan, classes, spare)
-    spare = keep_experts(plan, experts, spare)
-    _keep_tables(plan, tables, spare, blocks_stay=elastic or bool(experts))
+    spare = _keep_units(plan, classes, spare, most)
+    spare = keep_experts(plan, experts if most is None else [line.count for line in most.experts], spare)
+    may_stay = tables if most is None else most.whole_tables
+    _keep_tables(plan, [t for t in tables if t in may_stay], len(tables), spare, blocks_stay=elastic or bool(experts))
     keep_states(plan, tensors)
+    if most is not None:
+        plan.states.count = min(plan.states.count, most.states.count)
     return plan
 
 
@@ -227,23 +240,31 @@ def _add_windows(plan: Plan, units: Sequence[Unit]) -> None:
     plan.windows.nbytes += max((packing.scratch_bytes for *_, packing in parts if packing is not None), default=0)
 
 
-def _add_third_buffers(classes: Sequence[BufferClass], spare: int) -> int:
+def _most_of(kind: BufferClass, most: Plan | None) -> int:
+    """Return how many buffers of a class there may be."""
+    if most is None:
+        return len(kind.members)
+    same = (line for line in most.units if (line.consumer, line.nbytes) == (kind.line.consumer, kind.line.nbytes))
+    return next((line.count for line in same), 0)
+
+
+def _add_third_buffers(classes: Sequence[BufferClass], spare: int, most: Plan | None) -> int:
     """Add a third buffer per repeated size, and return the rest of `spare`.
 
     It lets the next prefetch start before the last user is gone.
     """
     for kind in classes:
-        if kind.repeated and len(kind.members) >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
+        if kind.repeated and _most_of(kind, most) >= REPEATED_BUFFERS > kind.line.count and kind.line.nbytes <= spare:
             spare -= kind.line.total // kind.line.count
             kind.line.count += 1
     return spare
 
 
-def _keep_units(plan: Plan, classes: Sequence[BufferClass], spare: int) -> int:
+def _keep_units(plan: Plan, classes: Sequence[BufferClass], spare: int, most: Plan | None) -> int:
     """Add buffers in which units stay from one use to the next, and return the rest of `spare`."""
     for kind in classes:
         size = max(round_up(kind.line.nbytes, PAGE_BYTES), 1)
-        extra = min(len(kind.members) - kind.line.count, spare // size)
+        extra = min(_most_of(kind, most) - kind.line.count, spare // size)
         kind.line.count += extra
         spare -= extra * size
         if kind.line.count >= len(kind.members):
@@ -252,8 +273,8 @@ def _keep_units(plan: Plan, classes: Sequence[BufferClass], spare: int) -> int:
     return spare
 
 
-def _keep_tables(plan: Plan, tables: Sequence[Unit], spare: int, *, blocks_stay: bool) -> None:
-    """Keep tables whole in memory, the smallest first: that saves the reads of their blocks, and so comes last.
+def _keep_tables(plan: Plan, tables: Sequence[Unit], number: int, spare: int, *, blocks_stay: bool) -> None:
+    """Keep `tables`, of a `number`, whole in memory, the smallest first: that saves the reads of their blocks.
 
     Blocks are not needed once all tables are whole, unless `blocks_stay`: a smaller budget would need them again. To
     and from a device rows and gradients pass through them.
@@ -264,14 +285,14 @@ def _keep_tables(plan: Plan, tables: Sequence[Unit], spare: int, *, blocks_stay:
     for kind in sorted(classes_apart(tables), key=lambda kind: kind.line.nbytes):
         kind.line.count = len(kind.members)
         whole = [*plan.whole_tables, *(table for table in tables if table.nbytes == kind.line.nbytes)]
-        if kind.line.total + (blocks if len(whole) < len(tables) else 0) > spare:
+        if kind.line.total + (blocks if len(whole) < number else 0) > spare:
             break
         spare -= kind.line.total
         kind.line.note = why(kind)
         plan.units.append(kind.line)
         plan.whole_tables = whole
         plan.resident_units += kind.members
-    if len(plan.whole_tables) == len(tables) and not blocks_stay:
+    if len(plan.whole_tables) == number and not blocks_stay:
         plan.blocks.count = 0
 
 

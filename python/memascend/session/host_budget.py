@@ -79,8 +79,8 @@ class HostBudget:
         #: Samples the machine, where the budget follows it.
         self._watch: MemoryMonitor | None = None
         self._said_lacking = False
-        #: The bytes that activations were to have when the budget was last divided.
-        self._asked = 0
+        #: The bytes that activations were to have when the budget was last divided; None for a new budget.
+        self._asked: int | None = None
 
     def set(self, nbytes: int) -> None:
         """Change the ceiling, and keep it; see `memascend.set_host_memory`."""
@@ -92,7 +92,7 @@ class HostBudget:
             self._change_plan(plan)
         if self._division is not None:
             self._division.begin_step()
-            self._asked = 0
+            self._asked = None
         self.stop_following()
 
     def _room_for_activations(self, held: int) -> int:
@@ -211,7 +211,7 @@ class HostBudget:
             raise
         try:
             self._resize(plan)
-        except MemascendError:
+        except Exception:
             # The system refuses more memory: go on with the plan of before.
             self._make_way(before)
             self._resize(before)

@@ -170,6 +170,8 @@ class Hooks:
             elif module not in inside_blocks:
                 parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
             else:
+                if any(parameter in self._tables - self._experts for parameter in module._parameters.values()):
+                    self._replaced.replace(module, "forward", outside_of_graphs(module.forward))
                 continue
             needed = list(dict.fromkeys(self._owners[p] for p in parameters if p in self._owners))
             # A graph that is compiled cannot read a table.

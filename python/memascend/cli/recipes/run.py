@@ -207,18 +207,26 @@ def _check_space(task: Task, settings: Settings, *, copied: bool = False) -> Non
 
     The base of adapters is only read, and is judged as it is opened.
     """
-    if settings.lora_rank:
+    if settings.lora_rank or settings.resume or settings.replace_store:
         return
-    config = load_config(settings.model_dir, settings.dequantize)
+    try:
+        config = load_config(settings.model_dir, settings.dequantize)
+    except CheckpointError:  # No causal model: what opens it judges it.
+        return
     if not hasattr(config.get_text_config(), "hidden_size"):
         return
     model = empty_model_of(config, settings.model_dir, getattr(torch, settings.dtype))
     units = divided(model, False, settings.gradients)
     if task.whole:  # It has another head, or none.
-        units = [unit for unit in units if not unit.is_head]
-    reference = sum(unit.stored_nbytes for unit in units) if copied else 0
-    kept = (settings.keep_last or 1) if settings.save_every else 0
-    check_space(settings, units, config, workload_of(settings), kept, reference)
+        looked_up = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        units = [unit for unit in units if not unit.is_head or any(p.parameter in looked_up for p in unit.places)]
+    reference = (_reference_path(settings), sum(unit.stored_nbytes for unit in units)) if copied else None
+    kept = replace(settings, evaluation=())  # No best model.
+    check_space(kept, units, config, workload_of(settings), reference=reference, adapts=not task.whole)
+
+
+def _reference_path(settings: Settings) -> Path:
+    return Path(f"{settings.store[0]}-reference")
 
 
 def _rows(task: Task, settings: Settings) -> tuple[Any, Any]:
@@ -261,7 +269,7 @@ def _reference(task: Task, settings: Settings) -> Any:
     opening = partial(
         memascend.from_pretrained,
         settings.model_dir,
-        store=Path(f"{settings.store[0]}-reference"),
+        store=_reference_path(settings),
         host_memory=None,
         dtype=settings.dtype,
         dequantize=settings.dequantize,
