@@ -211,7 +211,7 @@ def _check_space(task: Task, settings: Settings, *, copied: bool = False) -> Non
         return
     try:
         config = load_config(settings.model_dir, settings.dequantize)
-    except CheckpointError:  # No causal model: what opens it judges it.
+    except CheckpointError:  # No causal model: its opener judges it.
         return
     if not hasattr(config.get_text_config(), "hidden_size"):
         return
