@@ -14,7 +14,7 @@ The keys of a forecast (bytes unless they say otherwise; a mapping by kind has t
 - `host_memory`: `lines`, a list of `consumer`, `count`, `nbytes`, `total_bytes`, `note`; `total_bytes`, their sum;
   `budget_bytes`; `freed_blocks_bytes`, which the budget leaves to blocks that malloc keeps; `kept_layers`, the calls of
   layers in a pass, of `kept_layers_of`, whose activations the rest of the budget holds, so that they are not computed
-  again, and `kept_layers_bytes`, the bytes of these, as estimated; `overlap_bytes`, the least
+  again, and `kept_layers_bytes`, their bytes with malloc's holes, as estimated; `overlap_bytes`, the least
   budget with which the next layer is read while one computes;
   `smallest_bytes`, the least that works; `automatic`, whether the budget is the first of one that follows the machine.
 - `ssd_space`: by kind, and `total_bytes`.
