@@ -144,7 +144,7 @@ oldest: $(WHEEL) ## test the wheel with the oldest versions that pyproject.toml 
 # On the stand-in device of tests/rehearsal. With TORCH, in an environment like that of a GPU machine: that PyTorch and what
 # tests of devices import (5 GB, made once). Several processes at a time: each has a device of its own.
 TORCH ?=
-ON_DEVICES := transformers==5.17.0 safetensors tqdm accelerate peft psutil jinja2 'pytest>=8' pytest-timeout pytest-xdist
+ON_DEVICES := transformers==5.17.0 safetensors tqdm accelerate peft psutil jinja2 hypothesis 'pytest>=8' pytest-timeout pytest-xdist
 REHEARSED  := build/rehearsal/$(or $(TORCH),venv)
 REHEARSING := $(if $(TORCH),build/torch-$(TORCH)/bin/python,$(BIN)/python)
 rehearse: $(WHEEL) $(if $(TORCH),build/torch-$(TORCH)/made,$(STAMPS)/test) ## run the tests of devices on a stand-in CUDA device (TORCH: another PyTorch, as 2.11.0; ARGS: pytest's)
