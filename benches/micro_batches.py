@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--memory", type=size, help="host memory (default: the least that reads ahead)")
     parser.add_argument("--update", choices=("forward", "backward"), default="forward", help="see memascend.offload")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    text = "what memory beyond the weights is for: see memascend.offload"
+    text = "what memory beyond the least is for: see memascend.offload"
     parser.add_argument("--spare-memory", choices=("states", "activations"), default="states", help=text)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run")

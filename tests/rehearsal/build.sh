@@ -52,9 +52,12 @@ gcc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -DFAKE_TABLE=65536 -DFAKE_V
     -o "$out/libcudart-rehearsal.so" &
 runtime_build=$!
 
+# undefined LIBRARY PREFIX: the functions with that prefix that a library of PyTorch's takes from others.
+undefined() { nm -D --undefined-only "$torch/lib/$1" | awk -v named="^$2[A-Z]" '$2 ~ named {sub(/@.*/, "", $2); print $2}' | sort -u; }
+
 # libcaffe2_nvrtc.so, which PyTorch loads, refers to functions of the driver. They succeed and do nothing.
 {
-    for function in $(nm -D --undefined-only "$torch/lib/libcaffe2_nvrtc.so" | awk '$2 ~ /^cu[A-Z]/ {sub(/@.*/, "", $2); print $2}' | sort -u); do
+    for function in $(undefined libcaffe2_nvrtc.so cu); do
         case $function in
         cuDevicePrimaryCtxGetState) echo "int $function(int d, unsigned *f, int *a) { (void)d; *f = 0; *a = 1; return 0; }" ;;
         cuCtxGetCurrent) echo "int $function(void **c) { *c = (void *)1; return 0; }" ;;
@@ -66,7 +69,7 @@ gcc -shared -fPIC "$out/driver.c" -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1
 
 # CUPTI, by which PyTorch's profiler would trace a device: none is there. CUDA 13.2's own looks for the driver without end.
 {
-    for function in $(nm -D --undefined-only "$torch/lib/libtorch_cpu.so" | awk '$2 ~ /^cupti[A-Z]/ {sub(/@.*/, "", $2); print $2}' | sort -u); do
+    for function in $(undefined libtorch_cpu.so cupti); do
         case $function in
         cuptiGetVersion) echo "int $function(unsigned *v) { *v = $number; return 0; }" ;;
         cuptiGetResultString) echo "int $function(int r, const char **s) { (void)r; *s = \"a stand-in device has no CUPTI\"; return 0; }" ;;

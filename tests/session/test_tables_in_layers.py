@@ -12,6 +12,8 @@ from torch import nn
 
 import memascend
 from memascend.errors import MemascendError
+from memascend.forecast import traffic
+from memascend.forecast.workload import Workload
 from memascend.layout import tables as layout
 from memascend.layout import units as layout_units
 from memascend.layout.units import partition
@@ -159,6 +161,15 @@ def test_the_least_memory_has_no_room_for_them() -> None:
     model = Decoder(rows=16 * ROWS)
     apart, together = (smallest_plan(partition(model, fused_loss=how)).total for how in ("auto", None))
     assert together - apart > 12 * ROWS * WIDTH * 4
+
+
+def test_a_recomputed_layer_looks_up_twice_by_the_forecast() -> None:
+    model = Decoder()
+    places = [place for unit in partition(model) if unit.is_table for place in unit.places]
+    for recompute, times in ((True, 2), (False, 1)):
+        work = Workload(TOKENS, 1, 1, recompute=recompute)
+        found = {place.tensor.unit.name: traffic._lookups(model, place, work) for place in places}
+        assert found == dict.fromkeys(TABLES, times) | dict.fromkeys(["embed", "grams.0", "grams.1"], 1)
 
 
 def test_those_that_more_than_embeddings_hold_stay_with_their_layers() -> None:

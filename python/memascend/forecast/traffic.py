@@ -21,7 +21,6 @@ from memascend.forecast.replay import Replay
 from memascend.layout.division import divide
 from memascend.layout.experts import fused_experts
 from memascend.layout.shards import channels_of
-from memascend.layout.tables import find_tables_in_layers
 from memascend.layout.units import round_up
 from memascend.memory_plan.experts import partition_by_plan
 from memascend.memory_plan.host import updates_in_backward
@@ -126,7 +125,7 @@ def _in_turn(units: Sequence[Unit], used: Iterable[int]) -> list[int]:
     for number in used:
         if number not in (around, *turns[-1:]):
             turns.append(number)
-        if not units[number].is_table:
+        if not units[number].in_layer:
             around = number
     return turns
 
@@ -420,7 +419,7 @@ def _lookups(model: nn.Module, place: ParameterEntry, work: Workload) -> int:
     modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
     if not any(parameter is place.parameter for module in modules for parameter in module._parameters.values()):
         return 0
-    return 2 if work.recompute and place.parameter in find_tables_in_layers(model) else 1
+    return 2 if work.recompute and place.tensor.unit.in_layer else 1
 
 
 def _copied_by_parts(model: nn.Module, unit: Unit, work: Workload, apart: bool) -> int:

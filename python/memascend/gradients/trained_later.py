@@ -159,8 +159,7 @@ class LaterRoom:
             else:
                 staged += 1
         # Where the budget may change, staging buffers beyond the least may have to go.
-        stays = plan.most is None or plan.fixed
-        buffers = plan.staging.count + (plan.staging_cache.count if stays else 0)
+        buffers = plan.staging.count + (plan.staging_cache.count if plan.budget_max is None else 0)
         return staged <= buffers - STAGING_RESERVE and self._fits_resumed(plan.budget, asked)
 
     def _fits_resumed(self, budget: int, asked: Sequence[StoreTensor]) -> bool:
@@ -180,7 +179,7 @@ class LaterRoom:
 
     def _plan(self, budget: int) -> Plan:
         session, plan = self._session, self._session.plan
-        most = None if plan.most is None or plan.fixed else max(plan.most.budget, budget)
+        most = None if plan.budget_max is None else max(plan.budget_max, budget)
         return make_plan(session.units, budget, most, plan.update, plan.on_device, plan.update_threads)
 
     def _too_small(self, asked: Sequence[StoreTensor]) -> BudgetError:

@@ -181,6 +181,8 @@ class Unit:
     held: bool = False
     #: Whether it is a table (`memascend.layout.tables`) and nothing else.
     is_table: bool = False
+    #: Whether it is used within a layer that has a unit of its own: experts and tables.
+    in_layer: bool = False
     #: Of a table: whether hidden states are multiplied by it, so that it is read by blocks; otherwise it is looked up
     #: only. And whether its blocks and rows go on to a device.
     is_head: bool = False
@@ -393,7 +395,8 @@ class _Divider:
                     self._add(Unit(path, repeated=True), child, together)
                 for name, parameter in parameters:
                     if parameter in self._within_layers:
-                        self._add(Unit(name.removesuffix(".weight"), repeated=False), child, [(name, parameter)])
+                        unit = Unit(name.removesuffix(".weight"), repeated=False, in_layer=bool(together))
+                        self._add(unit, child, [(name, parameter)])
 
     def finish(self) -> list[Unit]:
         """Return all units, the one of small modules last."""

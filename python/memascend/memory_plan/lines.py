@@ -120,6 +120,11 @@ class Plan:
     fixed: bool = False
 
     @property
+    def budget_max(self) -> int | None:
+        """The most that the budget may become; None where it stays."""
+        return None if self.most is None or self.fixed else self.most.budget
+
+    @property
     def freed_blocks_bytes(self) -> int:
         """Bytes of the budget that are left to freed blocks, beside all lines."""
         return HEAP_BYTES if self.retain_heap else 0

@@ -331,7 +331,7 @@ def restore_checkpoint(
         model=whole,
         tag=tag,
         host_memory=AUTO if follows_machine else session.host_budget.nbytes,
-        host_memory_max=None if session.plan.most is None or session.plan.fixed else session.plan.most.budget,
+        host_memory_max=session.plan.budget_max,
         keep_store=kept,
         optimizer_classes=optimizer_classes,
         process_group=group,

@@ -166,7 +166,7 @@ class HostBudget:
 
     def _check_elastic(self) -> None:
         self._membership.refuse("another budget of host memory", "give host_memory when it is offloaded or resumed")
-        if self.plan.most is None or self.plan.fixed:
+        if self.plan.budget_max is None:
             raise MemascendError(
                 "the model was opened with a fixed budget: give host_memory_max beside host_memory, the most that it "
                 "may become, or host_memory='auto'"

@@ -151,6 +151,7 @@ class Hooks:
         first = next((name for name, module in model.named_modules() if module in blocks), None)
         self._replaced.layers = "its modules" if first is None else ".".join(["model", *first.split(".")[:-1]])
         inside_blocks = {inner for block in blocks for inner in block.modules()}
+        by_rows = self._tables - self._experts
         if (tiling := self.session.tiling) is not None:
             for part in tiling.parts(model, blocks):
                 self._replaced.tile(part, tiling.around(part, part.forward))
@@ -170,7 +171,7 @@ class Hooks:
             elif module not in inside_blocks:
                 parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
             else:
-                if any(parameter in self._tables - self._experts for parameter in module._parameters.values()):
+                if any(parameter in by_rows for parameter in module._parameters.values()):
                     self._replaced.replace(module, "forward", outside_of_graphs(module.forward))
                 continue
             needed = list(dict.fromkeys(self._owners[p] for p in parameters if p in self._owners))

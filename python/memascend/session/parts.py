@@ -44,10 +44,9 @@ def open_within_limits(
         except PinnedMemoryError as error:
             if plan.total <= plan.smallest_bytes:
                 raise
-            most = None if plan.most is None or plan.fixed else plan.most.budget
             half = max(plan.smallest_bytes, plan.total // 2)
             made_for = (plan.update, plan.on_device, plan.update_threads, plan.inputs)
-            smaller = make_plan(units, half, most, *made_for, lends=plan.lends)
+            smaller = make_plan(units, half, plan.budget_max, *made_for, lends=plan.lends)
             _log.info("%s: trying %s", error, format_size(smaller.total))
             plan = smaller
     if plan is not wanted:
